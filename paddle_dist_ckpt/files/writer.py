@@ -39,23 +39,14 @@ class FileSave:
         table: Its entries.
         info: What its header says beside the entries.
         contents: The bytes of the entries.
-        unclaimed: Whether no claim keeps others from removing the folder as long as there is nothing in it.
 
     Raises:
         OSError: the methods raise it when the file cannot be made, or a write or sync fails, a full disk included.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        name: str,
-        table: FileTable,
-        info: DataFileInfo,
-        contents: Contents,
-        unclaimed: bool = False,
-    ) -> None:
+    def __init__(self, storage: Storage, name: str, table: FileTable, info: DataFileInfo, contents: Contents) -> None:
         self.name, self.table = name, table
-        self._storage, self._info, self._unclaimed = storage, info, unclaimed
+        self._storage, self._info = storage, info
         self._hashes = BlockHashes(table)
         self._left: tuple[range, Contents] = (range(table.nbytes), contents)
         self._file: WritableFile | None = None
@@ -112,6 +103,7 @@ class FileSave:
 
     def _write(self, span: range, contents: Contents, threads: int, check: Check, progress: Progress) -> WritableFile:
         """Write a part of the data section, which starts at a window and ends at one or at the end."""
+        check()  # of a save that has failed meanwhile, as while this was frozen, no file is made
         file, data_start = self._opened(), self._layout.data_start
 
         def write_window(window: Window) -> None:
@@ -130,13 +122,7 @@ class FileSave:
 
     def _opened(self) -> WritableFile:
         if self._file is None:
-            try:
-                self._file = self._storage.create(self.name)
-            except FileNotFoundError:
-                if not self._unclaimed:
-                    raise
-                self._storage.prepare()
-                self._file = self._storage.create(self.name)
+            self._file = self._storage.create(self.name)
         return self._file
 
     def close(self) -> None:

@@ -34,7 +34,6 @@ __all__ = [
     "publish_metadata",
     "remove_saves",
     "seal",
-    "withdraw",
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
@@ -297,18 +296,7 @@ def give_up(lease: Lease, settled: bool) -> None:
                 lease.end()
     except (OSError, CheckpointError) as error:
         _logger.warning("%s: files of a failed save are left: %s", lease.storage.location, error)
-
-
-def withdraw(lease: Lease, *saves: str) -> None:
-    """End a removal of these saves that is refused, or has failed before it removed anything.
-
-    What dead saves have left, whose claims are gone, is removed at once if there was no room to say so.
-    """
-    lease.doomed = [save for save in lease.doomed if save not in saves]
-    if not lease.is_said:
-        remove_saves(lease.storage, lease.doomed, lease.check_held)
-        lease.doomed = []
-    lease.withdraw()
+        _speak_again(lease, [lease.save_id])
 
 
 def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], object] = lambda: None) -> None:

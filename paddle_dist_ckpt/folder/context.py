@@ -55,7 +55,8 @@ def check_folders(
     if len(set(locations.values())) == len({(folder.host, folder.device) for folder in folders.values()}) == 1:
         raise CheckpointError(
             f"ranks see different folders at {locations[min(locations)]}, on one disk: somebody has removed the folder "
-            "meanwhile, and it was made anew; try again (or each is in a container of its own, which mounts another)"
+            "meanwhile, and it was made anew; try again (or containers mount several there; separate_folders=True in "
+            "the options says that it is meant so)"
         )
     raise ValueError(
         "\n".join(

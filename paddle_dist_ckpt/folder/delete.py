@@ -11,7 +11,7 @@ from ..files.metadata import Metadata
 from ..files.names import metadata_name, parse_data_file
 from ..storage.base import Storage, is_refusal
 from .checkpoint import read_checkpoint
-from .commit import remove_saves, withdraw
+from .commit import remove_saves
 from .ids import metadata_ids, note_of, save_of
 from .lease import Lease
 
@@ -22,6 +22,7 @@ __all__ = [
     "check_native",
     "delete",
     "delete_with_files",
+    "removal_lease",
     "warn_of_files_elsewhere",
 ]
 
@@ -129,14 +130,14 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         CheckpointError: it has been replaced, or the folder is being saved to, or it is not known what others need.
         DurabilityUnknownError: it is gone, but a crash of the machine might undo that, so its data files stay.
     """
-    lease = _lease(storage, unique_id, automatic=False)
+    lease = removal_lease(storage, unique_id, automatic=False)
     ours: list[str] = []  # unless somebody has begun to remove that before
     try:
         lease.check_alone()
         needed = _needed_by_others(storage, unique_id)
         if save_id not in needed and save_id not in lease.doomed:
-            lease.take_on(save_id)  # who finds the claim after a crash goes on with this
             ours.append(save_id)
+            lease.take_on(save_id)  # who finds the claim after a crash goes on with this
         # IMPORTANT: what these say is known; a save that ends from here on may leave another one, to others than this.
         claims = [name for name, claim in lease.others(unique_id).items() if claim.done and not claim.deletes]
         lease.confirm()
@@ -147,8 +148,9 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
             )
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
-            withdraw(lease, *ours)
+            lease.withdraw(*ours)
         raise
+    saves = [save for save in (*lease.doomed, *lease.inherited) if save not in needed]
     try:
         # IMPORTANT: `.metadata` is gone for good before any data file is, so that nobody finds a half of a checkpoint.
         storage.delete(metadata_name(unique_id))
@@ -162,9 +164,10 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
             with suppress(OSError, CheckpointError):
                 what = _what_became(storage, unique_id, save_id)
                 if what is not None:
+                    lease.speak_again(saves)
                     lease.mark_done()  # so that nobody waits
                 elif not isinstance(error, OSError) or is_refusal(error):  # and may not happen late, as on a network
-                    withdraw(lease, *ours)
+                    lease.withdraw(*ours)
         if what is not None and isinstance(error, OSError):
             raise DurabilityUnknownError(
                 f"checkpoint {unique_id} is {what} from {storage.location}, its durability unknown: a crash of the "
@@ -173,10 +176,10 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
                 unique_id,
             ) from error
         raise
-    return Deletion(lease, [save for save in (*lease.doomed, *lease.inherited) if save not in needed], claims)
+    return Deletion(lease, saves, claims)
 
 
-def _lease(storage: Storage, unique_id: int, automatic: bool) -> Lease:
+def removal_lease(storage: Storage, unique_id: int, automatic: bool) -> Lease:
     """The lease of a removal, for which no folder is made."""
     try:
         return Lease(storage, unique_id, automatic, deletes=True)
@@ -205,7 +208,7 @@ def begin_clearing(storage: Storage, unique_id: int, of_checkpoint: bool) -> Del
     Raises:
         CheckpointError: it has a checkpoint by now and may not, or is being saved to.
     """
-    lease = _lease(storage, unique_id, automatic=of_checkpoint)
+    lease = removal_lease(storage, unique_id, automatic=of_checkpoint)
     try:
         lease.check_alone()
         if not of_checkpoint and any(name.endswith(".metadata") for name in storage.names()):
@@ -214,7 +217,7 @@ def begin_clearing(storage: Storage, unique_id: int, of_checkpoint: bool) -> Del
         lease.mark_done(passes_on=True)  # it removes no `.metadata`, so nobody need wait
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
-            withdraw(lease)
+            lease.withdraw()
         raise
     return Deletion(lease, lease.doomed)
 

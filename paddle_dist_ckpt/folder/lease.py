@@ -102,7 +102,7 @@ class Lease:
         try:
             self._write()
             if not deletes:
-                self._claim.keep_fresh(lambda: self.speak_again([self.save_id, *self.doomed]))
+                self._claim.keep_fresh(lambda: self.speak_again([self.save_id]))
             self._take_over_dead(given_up)
             if made is not None:
                 made.append(self)
@@ -167,8 +167,9 @@ class Lease:
         dead = expired_claims(self.storage, self.name, self._claim.now(), given_up)
         if not dead:
             return
+        committed, records, gone = dict[str, int](), dict[str, Claim](), list[str]()
         try:
-            committed, records = committed_saves(self.storage), dict[str, Claim]()
+            committed = committed_saves(self.storage)
             for name, parsed in list(dead.items()):
                 try:
                     records[name] = record = readable_record_of(self.storage, name, parsed)
@@ -178,13 +179,14 @@ class Lease:
                 except PermissionError as error:  # it alone says what is to be removed, to whoever may read it
                     self._leave_stuck(name, error)
                 else:
-                    self._put_aside(name, record, committed)
+                    self._put_aside(record, committed)
             unread = {name.removesuffix(TEMPORARY) for name in self._stuck}
             dead = {name: parsed for name, parsed in dead.items() if name.removesuffix(TEMPORARY) not in unread}
             self.doomed += [save for name in dead for save in saves_of_claim(records[name], committed)]
             self._write()
             for name, parsed in dead.items():
                 if self._remove_dead(name):
+                    gone.append(name)
                     self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
             # A save that was frozen just before its last step may have been committed until now, but not later. What it
             # has replaced then is to be removed as well.
@@ -196,16 +198,18 @@ class Lease:
             self._write()
         except CheckpointError as error:
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
-            if self.doomed:  # their claims may be gone by now
+            self.doomed = [save for name in gone for save in saves_of_claim(records[name], committed)]
+            if self.doomed:  # no other claim speaks of them any more
                 self.leave_doomed()
 
-    def _put_aside(self, name: str, record: Claim, committed: Collection[str]) -> None:
+    def _put_aside(self, record: Claim, committed: Collection[str]) -> None:
         """Do what a dead save has not done for a checkpoint of Paddle's, before its claim goes, which alone says so."""
         if record.of_paddle is not None and record.save in committed:
             try:
                 put_aside(self.storage, record.of_paddle, self.temporary)
             except (OSError, CheckpointError) as error:
-                self._leave_stuck(name, error)
+                _logger.warning("%s: a checkpoint of Paddle's is not put aside yet: %s", self.storage.location, error)
+                self.of_paddle = record.of_paddle if self.of_paddle is None else self.of_paddle
 
     def _remove_dead(self, name: str) -> bool:
         """Remove a dead save's claim; returns whether that could be done.
@@ -299,11 +303,12 @@ class Lease:
     def rival(self, save: str) -> str | None:
         """The claim of somebody else, not known to be dead, who makes or removes files of this save, or is about to.
 
-        On a full disk it cannot be said what is deleted, so that every deletion under the id counts.
+        On a full disk it cannot be said what is deleted: every deletion counts that is of the id, or says nothing.
         """
         now = self._claim.now()
         for name, (parsed, record) in records_of(self.storage).items():
-            deletes = record.deletes and not record.done and parsed.unique_id == self.unique_id
+            deletes = record.deletes and not record.done
+            deletes &= parsed.unique_id == self.unique_id or not record.removes
             if parsed.save_id == self.save_id or not (deletes or save in (*record.own, record.replaces)):
                 continue
             if not is_expired(self.storage, name, now):
@@ -371,7 +376,8 @@ class Lease:
         """
         here = self.others(self.unique_id)
         claims = claims_in(self.storage) if everywhere else here
-        others = [name for name in claims if name != self.name and not self._is_harmless(name, here.get(name))]
+        ours = {claim_name(self.unique_id, save) for save in self._ids}
+        others = [name for name in claims if name not in ours and not self._is_harmless(name, here.get(name))]
         if others and others[0] in self._stuck:
             raise StuckClaimError(
                 f"{self.storage.location} has the claim of a dead save, {others[0]}, which cannot be read or removed "

@@ -91,19 +91,20 @@ class OwnClaim:
         """Touch it now and then, on a thread of its own.
 
         Args:
-            when_lost: Called when it is gone; returns the name of a claim that is kept fresh in its place, if any.
+            when_lost: Called when it seems to be gone; returns the name of a claim that is kept fresh in its place, if
+                there is one.
         """
 
         def keep() -> None:
-            name: str | None = self.name
-            while name is not None and not self._stopped.wait(FRESH_EVERY):
+            name = self.name
+            while not self._stopped.wait(FRESH_EVERY):
                 try:
                     self._storage.touch(name)
                 except (OSError, CheckpointTimeoutError) as error:
                     _logger.warning("the claim %s could not be refreshed: %s", name, error)
                     if isinstance(error, FileNotFoundError):
                         with suppress(OSError, CheckpointError):
-                            name = when_lost()
+                            name = when_lost() or name
 
         self._keeper = threading.Thread(target=keep, name="paddle_dist_ckpt claim", daemon=True)
         self._keeper.start()

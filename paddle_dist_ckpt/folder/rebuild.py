@@ -26,11 +26,10 @@ from ..files.room import Room, bytes_on_disk
 from ..storage.base import Storage
 from .catalogs import ids_beside
 from .claims import claimed_saves
-from .commit import publish_metadata, withdraw
-from .delete import Deletion
+from .commit import publish_metadata
+from .delete import Deletion, removal_lease
 from .foreign import Format, look
 from .ids import metadata_ids, next_id, save_of
-from .lease import Lease
 from .nothing import managers_text
 from .verify import problems_of
 
@@ -83,7 +82,7 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
         CheckpointError: somebody is, or has been.
     """
     name = metadata_name(metadata.unique_id)
-    lease = Lease(storage, metadata.unique_id, automatic=False, deletes=True)
+    lease = removal_lease(storage, metadata.unique_id, automatic=False)
     try:
         lease.check_alone(everywhere=False)
         there = set(storage.names())
@@ -101,7 +100,7 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
             raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
-            withdraw(lease)
+            lease.withdraw()
         raise
     Deletion(lease, lease.doomed).finish()
 

@@ -117,7 +117,7 @@ class RankFiles:
             name = data_file_name(session.rank, order.save.unique_id, order.save.save_id, part.number, suffix)
             info = part.info(state, order.save, session, self._context.adapter.version, self._options)
             contents = TensorContents(part.table, part.sources(state, reduced), buffers, copies)
-            files.append(FileSave(self._context.storage, name, part.table, info, contents, not self._has_claim))
+            files.append(FileSave(self._context.storage, name, part.table, info, contents))
         return files
 
     def _hash_copies(self, state: LocalState) -> None:
@@ -192,6 +192,7 @@ class RankFiles:
         location, claim = storage.location, claim_name(save.unique_id, save.save_id)
         if isinstance(error, FileNotFoundError) and self._has_claim:
             with suppress(OSError, CheckpointTimeoutError):
+                storage.identity()  # the folder is there
                 if claim not in storage.names():
                     raise lost_claim(storage, claim) from error
         of_paddle = isinstance(error, (OSError, RuntimeError)) and getattr(error, "errno", None) is None

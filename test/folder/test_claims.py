@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import threading
 import time
@@ -45,7 +44,7 @@ from test.jobs import (
     try_save,
     without_times,
 )
-from test.waiting import PATIENCE, until
+from test.waiting import PATIENCE
 
 
 def state(version: int) -> dict[str, Any]:
@@ -615,55 +614,6 @@ def test_a_save_that_commits_while_it_is_taken_for_dead_keeps_its_files(tmp_path
     check_holds(tmp_path, {0: 1, 7: 2})
 
 
-@pytest.mark.parametrize("knows", ["who is taken for dead", "who takes it for dead"])
-def test_what_a_save_replaces_while_it_is_taken_for_dead_is_not_forgotten(tmp_path: Path, knows: str) -> None:
-    """It publishes when the other has looked which saves are committed, and before that has removed its claim."""
-    save_alone(state(0), tmp_path, 0)
-    confirmed, thaw, published, taken = (threading.Event() for _ in range(4))
-
-    class Slow(FreezingStorage):
-        def publish(self, name: str, *args: Any, **kwargs: Any) -> bool:
-            is_published = super().publish(name, *args, **kwargs)
-            if name.endswith(".metadata"):
-                published.set()
-                taken.wait(PATIENCE)
-                if knows == "who takes it for dead":
-                    raise Killed
-            return is_published
-
-    def confirm() -> None:
-        confirmed.set()
-        thaw.wait(PATIENCE)
-
-    storage = FaultyStorage(tmp_path, lambda operation, name: None)
-    storage._inner = Slow(tmp_path, after=confirm)
-    thread = threading.Thread(target=try_save, args=([state(1)], storage, 0))
-
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name.startswith("0.") and name.endswith(".claim"):
-            thaw.set()
-            published.wait(PATIENCE)
-
-    def until_then(operation: str, name: str) -> None:
-        hook(operation, name)
-        if operation == "delete" and name.endswith(".metadata.tmp"):
-            raise Killed
-
-    thread.start()
-    try:
-        assert confirmed.wait(PATIENCE)
-        age_claims(tmp_path)
-        try_save([state(2)], FaultyStorage(tmp_path, hook if knows == "who takes it for dead" else until_then), 7)
-    finally:
-        taken.set()
-        thread.join(PATIENCE)
-    if claims := list(tmp_path.glob("*.claim")):
-        for claim in claims:
-            age(claim)
-    save_alone(state(3), tmp_path, 8)
-    check_holds(tmp_path, {0: 1, 8: 3} if knows == "who is taken for dead" else {0: 1, 7: 2, 8: 3})
-
-
 # -- saves that replace each other
 
 
@@ -852,28 +802,6 @@ def test_what_waits_for_a_save_that_dies_is_removed_later(tmp_path: Path) -> Non
     check_holds(tmp_path, {5: 2, 6: 3})
 
 
-def test_what_a_dead_save_has_left_is_not_forgotten_if_a_metadata_is_damaged_meanwhile(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Just between the removal of the dead save's claim and the look at which saves are committed."""
-    save_alone(state(1), tmp_path, 1)
-    dead_save(tmp_path, 5, last="sync")
-    age_claims(tmp_path)
-    whole = (tmp_path / "1.metadata").read_bytes()
-
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name.startswith("5.") and name.endswith(".claim"):
-            (tmp_path / "1.metadata").write_bytes(b"rubbish")
-
-    save_alone(state(6), FaultyStorage(tmp_path, hook), 6)
-    assert "it is not certain which they are" in caplog.text
-    assert [path.name[:4] for path in data_files(tmp_path)] == ["0_1.", "0_5.", "0_6."]
-    (tmp_path / "1.metadata").write_bytes(whole)
-    age_claims(tmp_path)
-    save_alone(state(7), tmp_path, 7)
-    check_holds(tmp_path, {1: 1, 6: 6, 7: 7})
-
-
 def test_what_a_dead_save_has_left_prevents_no_save_and_is_not_forgotten(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -961,156 +889,6 @@ def test_what_a_rank_makes_when_its_save_was_taken_over_is_removed_by_itself(
         age(claim)
     save_alone(state(3), tmp_path, 8)
     check_holds(tmp_path, {7: 2, 8: 3})
-
-
-@pytest.mark.parametrize("taken_over", [True, False])
-def test_files_of_a_failed_save_are_left_to_a_claim(tmp_path: Path, taken_over: bool) -> None:
-    """Other ranks may still be writing then, elsewhere too; but who takes a claim over looks for files once."""
-    lease = commit.begin(LocalStorage(tmp_path), 5)
-    name = f"0_5.{lease.save_id}.0.safetensors"
-    (tmp_path / name).touch()
-    if taken_over:
-        (tmp_path / lease.name).unlink()
-    commit.give_up(lease, settled=False)
-    if not taken_over:
-        assert sorted(os.listdir(tmp_path)) == sorted([name, lease.name])
-        return
-    (claim,) = tmp_path.iterdir()
-    assert claim.name != lease.name
-    assert json.loads(claim.read_text())["removes"] == [lease.save_id]
-
-
-def test_a_save_whose_claim_is_gone_claims_anew_what_it_writes_until_it_finds_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was frozen before it had made its file, taken for dead, and is killed while it writes."""
-    monkeypatch.setattr("paddle_dist_ckpt.folder.own_claim.FRESH_EVERY", 0.01)
-    dead: list[bool] = []
-
-    def hook(operation: str, name: str) -> None:
-        if dead:
-            raise Killed
-        if operation == "create":
-            (claim,) = tmp_path.glob("*.claim")
-            claim.unlink()
-            save_alone(state(1), tmp_path, 7)
-            until(lambda: len(list(tmp_path.glob("5.*.claim"))) == 1)
-        if operation == "sync_file":
-            dead.append(True)
-            raise Killed
-
-    try_save([state(0)], FaultyStorage(tmp_path, hook), 5)
-    assert [path.name[:4] for path in data_files(tmp_path)] == ["0_5.", "0_7."]
-    age_claims(tmp_path)
-    save_alone(state(2), tmp_path, 8)
-    check_holds(tmp_path, {7: 1, 8: 2})
-
-
-def test_a_save_that_finds_its_files_gone_says_that_its_claim_is(tmp_path: Path) -> None:
-    """Somebody has taken it for dead, and removed the folder with the claim, as it was empty then."""
-
-    def hook(operation: str, name: str) -> None:
-        if operation == "create":
-            shutil.rmtree(tmp_path / "step")
-            (tmp_path / "step").mkdir()
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", name)
-
-    (error,) = errors_of(try_save([state(0)], FaultyStorage(tmp_path / "step", hook), 5), CheckpointError)
-    assert re.search(rf"the claim {tmp_path}/step/5\..*\.claim is gone: another save took .* for dead", str(error))
-
-
-def test_a_folder_that_has_no_claim_and_is_removed_as_it_is_empty_is_made_again(tmp_path: Path) -> None:
-    """With folders of their own, only the coordinator's has the claim."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-
-    def hook(operation: str, name: str) -> None:
-        if operation == "create" and not made:
-            made.append(name)
-            theirs.rmdir()
-
-    made: list[str] = []
-    storage = FaultyStorage(theirs, hook, FolderIdentity("host1", 1, 1))
-    save_on([state(1), {"more": np.arange(9)}], [ours, storage], 5)
-    assert made
-    assert len(data_files(ours)) == len(data_files(theirs)) == 1
-
-
-def test_files_that_ranks_make_in_folders_of_their_own_when_all_were_taken_for_dead_are_not_forgotten(
-    tmp_path: Path,
-) -> None:
-    """Who has taken the claim over has looked before; the coordinator finds that out when the others have reported."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-
-    def hook(operation: str, name: str) -> None:
-        if operation == "create":
-            (claim,) = ours.glob("5.*.claim")
-            claim.unlink()
-
-    part = {"more": np.arange(9)}
-    results = try_save([state(1), part], [FaultyStorage(ours, hook), another_host(theirs, 1)], 5)
-    errors_of(results, CheckpointError)
-    age_claims(ours)
-    save_on([state(2), part], [ours, another_host(theirs, 1)], 7)
-    assert [path.name[:4] for path in (*data_files(ours), *data_files(theirs))] == ["0_7.", "1_7."]
-
-
-@pytest.mark.parametrize("moved", ["made anew", "gone", "gone while it is made"])
-def test_a_folder_that_somebody_removes_as_it_is_empty(tmp_path: Path, moved: str) -> None:
-    """While ranks look at it: either the save goes on, or all of them hear what has happened."""
-    folder = tmp_path / "step"
-    done: list[bool] = []
-
-    class Storage(LocalStorage):
-        def prepare(self) -> None:
-            if moved == "gone while it is made" and not done:
-                done.append(True)
-                raise FileExistsError(errno.EEXIST, "File exists", str(folder))
-            super().prepare()
-
-        def identity(self) -> FolderIdentity:
-            found = super().identity()
-            if moved == "made anew" and not done:
-                done.append(True)
-                (tmp_path / "other").mkdir()  # so that the new one gets another number
-                found = found._replace(inode=found.inode + 1)
-            return found
-
-        def publish(self, name: str, *args: Any, **kwargs: Any) -> bool:
-            if moved == "gone" and not done:
-                done.append(True)
-                folder.rmdir()
-            return super().publish(name, *args, **kwargs)
-
-    results = try_save([state(1), {"more": np.arange(9)}], Storage(folder), 5)
-    if moved == "made anew":
-        for error in errors_of(results, CheckpointError):
-            assert f"ranks see different folders at {folder}, on one disk: somebody has removed" in str(error)
-    else:
-        assert [report.unique_id for report in results] == [5, 5]
-
-
-def test_the_claim_of_a_deletion_in_a_folder_that_is_gone_says_so(tmp_path: Path) -> None:
-    save_alone(state(1), tmp_path / "step", 5)
-
-    def hook(operation: str, name: str) -> None:
-        if operation == "publish":
-            shutil.rmtree(tmp_path / "step")
-
-    with pytest.raises(CheckpointNotFoundError, match="step has been removed meanwhile"):
-        delete(FaultyStorage(tmp_path / "step", hook), 5)
-
-
-def test_what_a_dead_deletion_has_begun_is_not_forgotten_by_another_one_of_the_same(tmp_path: Path) -> None:
-    """Which had looked at the checkpoint before, and finds it gone."""
-    save_alone(state(1), tmp_path, 5)
-    (save,) = saves_in(tmp_path)
-    begin_deletion(LocalStorage(tmp_path), 5, save)  # the `.metadata` is gone; it dies
-    age_claims(tmp_path)
-    with pytest.raises(CheckpointError, match="has been replaced or removed meanwhile"):
-        begin_deletion(LocalStorage(tmp_path), 5, save)
-    age_claims(tmp_path)
-    save_alone(state(2), tmp_path, 7)
-    check_holds(tmp_path, {7: 2})
 
 
 def test_what_a_dead_save_had_replaced_is_removed_if_that_is_replaced_in_its_turn(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -36,7 +35,7 @@ from paddle_dist_ckpt.folder import copy as copying
 from paddle_dist_ckpt.folder.claims import EXPIRES_AFTER, records_of
 from paddle_dist_ckpt.folder.commit import remove_saves
 from paddle_dist_ckpt.folder.copy import copy
-from paddle_dist_ckpt.folder.delete import begin_clearing, begin_deletion, delete
+from paddle_dist_ckpt.folder.delete import begin_deletion, delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
 from paddle_dist_ckpt.manager.retention import Retention
@@ -48,7 +47,6 @@ from test.jobs import (
     Killed,
     Watch,
     age,
-    age_claims,
     another_host,
     data_files,
     files_in,
@@ -179,46 +177,6 @@ def test_a_full_disk_can_be_deleted_from(tmp_path: Path) -> None:
     age(tmp_path / "3.0123456789abcdef.claim")
     assert delete(FullStorage(tmp_path), 1).unique_id == 1
     check_holds(tmp_path, 2)
-
-
-@pytest.mark.parametrize("refused", ["deletion", "tidying"])
-def test_what_a_full_disk_has_no_room_to_say_is_done_at_once_if_a_removal_is_refused(
-    tmp_path: Path, refused: str
-) -> None:
-    """The claim of a dead save is gone by then, and somebody is saving to the folder."""
-    saved(tmp_path, 1)
-    before = files_in(tmp_path)
-    dead = "0123456789abcdef"
-    (tmp_path / f"0_3.{dead}.0.safetensors").write_bytes(b"x")
-    (tmp_path / f"3.{dead}.claim").write_text(json.dumps({"save": dead, "replaces": None, "removes": []}))
-    age(tmp_path / f"3.{dead}.claim")
-    other = tmp_path / "9.00000000000000aa.claim"
-    other.write_text('{"save":"00000000000000aa","replaces":null,"removes":[]}')
-    with pytest.raises(CheckpointError, match="is being saved to, as 9.00000000000000aa.claim says"):
-        if refused == "deletion":
-            delete(FullStorage(tmp_path), 1)
-        else:
-            begin_clearing(FullStorage(tmp_path), 1, True)
-    other.unlink()
-    assert files_in(tmp_path) == before
-
-
-def test_a_deletion_that_is_taken_for_dead_leaves_its_files_to_a_later_save(tmp_path: Path) -> None:
-    """The other looks which saves are committed just before the `.metadata` goes."""
-    saved(tmp_path, 1, 2)
-
-    def hook(operation: str, name: str) -> None:
-        if (operation, name) == ("delete", "1.metadata"):
-            age_claims(tmp_path)
-            save_alone({"other": np.arange(9)}, tmp_path, 7)
-
-    delete(FaultyStorage(tmp_path, hook), 1)
-    assert list_checkpoints(tmp_path) == [2, 7]
-    age_claims(tmp_path)
-    save_alone({"other": np.arange(9)}, tmp_path, 8)
-    assert list_checkpoints(tmp_path) == [2, 7, 8]
-    assert len(data_files(tmp_path)) == 3
-    assert not list(tmp_path.glob("*.claim"))
 
 
 def test_a_copy_beside_another_one_that_is_faster_says_so(tmp_path: Path) -> None:

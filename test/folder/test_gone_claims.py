@@ -1,0 +1,516 @@
+"""What becomes of what a save, a copy or a removal makes or leaves whose claim is gone, but which goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import list_checkpoints, verify
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError, DurabilityUnknownError
+from paddle_dist_ckpt.folder import commit
+from paddle_dist_ckpt.folder.copy import copy
+from paddle_dist_ckpt.folder.delete import begin_deletion, delete
+from paddle_dist_ckpt.folder.lease import Lease
+from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.storage.base import FolderIdentity
+from paddle_dist_ckpt.testing import FaultyStorage
+from test.folder.test_claims import FreezingStorage, check_holds, dead_save, state
+from test.jobs import (
+    Killed,
+    age,
+    age_claims,
+    another_host,
+    data_files,
+    errors_of,
+    files_in,
+    save_alone,
+    save_on,
+    saves_in,
+    try_save,
+)
+from test.waiting import PATIENCE, until
+
+FRESH_EVERY = "paddle_dist_ckpt.folder.own_claim.FRESH_EVERY"
+
+
+def age_all_claims(folder: Path) -> None:
+    """As :func:`age_claims`, where there may be none."""
+    if list(folder.glob("*.claim")):
+        age_claims(folder)
+
+
+def claims_of(folder: Path) -> list[dict[str, Any]]:
+    """What the claims of a folder say."""
+    return [json.loads(claim.read_text()) for claim in sorted(folder.glob("*.claim"))]
+
+
+def test_what_a_dead_save_has_left_is_not_forgotten_if_a_metadata_is_damaged_meanwhile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Just between the removal of the dead save's claim and the look at which saves are committed."""
+    save_alone(state(1), tmp_path, 1)
+    dead_save(tmp_path, 5, last="sync")
+    age_claims(tmp_path)
+    whole = (tmp_path / "1.metadata").read_bytes()
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name.startswith("5.") and name.endswith(".claim"):
+            (tmp_path / "1.metadata").write_bytes(b"rubbish")
+
+    save_alone(state(6), FaultyStorage(tmp_path, hook), 6)
+    assert "it is not certain which they are" in caplog.text
+    assert [path.name[:4] for path in data_files(tmp_path)] == ["0_1.", "0_5.", "0_6."]
+    (tmp_path / "1.metadata").write_bytes(whole)
+    age_claims(tmp_path)
+    save_alone(state(7), tmp_path, 7)
+    check_holds(tmp_path, {1: 1, 6: 6, 7: 7})
+
+
+@pytest.mark.parametrize("knows", ["who is taken for dead", "who takes it for dead"])
+def test_what_a_save_replaces_while_it_is_taken_for_dead_is_not_forgotten(tmp_path: Path, knows: str) -> None:
+    """It publishes when the other has looked which saves are committed, and before that has removed its claim."""
+    save_alone(state(0), tmp_path, 0)
+    confirmed, thaw, published, taken = (threading.Event() for _ in range(4))
+
+    class Slow(FreezingStorage):
+        def publish(self, name: str, *args: Any, **kwargs: Any) -> bool:
+            is_published = super().publish(name, *args, **kwargs)
+            if name.endswith(".metadata"):
+                published.set()
+                taken.wait(PATIENCE)
+                if knows == "who takes it for dead":
+                    raise Killed
+            return is_published
+
+    def confirm() -> None:
+        confirmed.set()
+        thaw.wait(PATIENCE)
+
+    storage = FaultyStorage(tmp_path, lambda operation, name: None)
+    storage._inner = Slow(tmp_path, after=confirm)
+    thread = threading.Thread(target=try_save, args=([state(1)], storage, 0))
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name.startswith("0.") and name.endswith(".claim"):
+            thaw.set()
+            published.wait(PATIENCE)
+
+    def until_then(operation: str, name: str) -> None:
+        hook(operation, name)
+        if operation == "delete" and name.endswith(".metadata.tmp"):
+            raise Killed
+
+    thread.start()
+    try:
+        assert confirmed.wait(PATIENCE)
+        age_claims(tmp_path)
+        try_save([state(2)], FaultyStorage(tmp_path, hook if knows == "who takes it for dead" else until_then), 7)
+    finally:
+        taken.set()
+        thread.join(PATIENCE)
+    if claims := list(tmp_path.glob("*.claim")):
+        for claim in claims:
+            age(claim)
+    save_alone(state(3), tmp_path, 8)
+    check_holds(tmp_path, {0: 1, 8: 3} if knows == "who is taken for dead" else {0: 1, 7: 2, 8: 3})
+
+
+@pytest.mark.parametrize("taken_over", [True, False])
+def test_files_of_a_failed_save_are_left_to_a_claim(tmp_path: Path, taken_over: bool) -> None:
+    """Other ranks may still be writing then, elsewhere too; but who takes a claim over looks for files once."""
+    lease = commit.begin(LocalStorage(tmp_path), 5)
+    name = f"0_5.{lease.save_id}.0.safetensors"
+    (tmp_path / name).touch()
+    if taken_over:
+        (tmp_path / lease.name).unlink()
+    commit.give_up(lease, settled=False)
+    if not taken_over:
+        assert sorted(os.listdir(tmp_path)) == sorted([name, lease.name])
+        return
+    (claim,) = tmp_path.iterdir()
+    assert claim.name != lease.name
+    assert json.loads(claim.read_text())["removes"] == [lease.save_id]
+
+
+def test_a_save_whose_claim_is_gone_claims_anew_what_it_writes_until_it_finds_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was frozen before it had made its file, taken for dead, and is killed while it writes."""
+    monkeypatch.setattr(FRESH_EVERY, 0.01)
+    dead: list[bool] = []
+
+    def hook(operation: str, name: str) -> None:
+        if dead:
+            raise Killed
+        if operation == "create":
+            (claim,) = tmp_path.glob("*.claim")
+            claim.unlink()
+            save_alone(state(1), tmp_path, 7)
+            until(lambda: len(list(tmp_path.glob("5.*.claim"))) == 1)
+        if operation == "sync_file":
+            dead.append(True)
+            raise Killed
+
+    try_save([state(0)], FaultyStorage(tmp_path, hook), 5)
+    assert [path.name[:4] for path in data_files(tmp_path)] == ["0_5.", "0_7."]
+    age_claims(tmp_path)
+    save_alone(state(2), tmp_path, 8)
+    check_holds(tmp_path, {7: 1, 8: 2})
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_save_that_finds_its_files_gone_says_that_its_claim_is(tmp_path: Path, is_there: bool) -> None:
+    """Somebody has taken it for dead; but not if the folder is gone as well."""
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "create":
+            shutil.rmtree(tmp_path / "step")
+            if is_there:
+                (tmp_path / "step").mkdir()
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", name)
+
+    (error,) = errors_of(try_save([state(0)], FaultyStorage(tmp_path / "step", hook), 5), CheckpointError)
+    if not is_there:
+        assert "No such file or directory" in str(error)
+        return
+    assert re.search(rf"the claim {tmp_path}/step/5\..*\.claim is gone: another save took .* for dead", str(error))
+
+
+def test_files_that_ranks_make_in_folders_of_their_own_when_all_were_taken_for_dead_are_not_forgotten(
+    tmp_path: Path,
+) -> None:
+    """Who has taken the claim over has looked before; the coordinator finds that out when the others have reported."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "create":
+            (claim,) = ours.glob("5.*.claim")
+            claim.unlink()
+
+    part = {"more": np.arange(9)}
+    results = try_save([state(1), part], [FaultyStorage(ours, hook), another_host(theirs, 1)], 5)
+    errors_of(results, CheckpointError)
+    age_claims(ours)
+    save_on([state(2), part], [ours, another_host(theirs, 1)], 7)
+    assert [path.name[:4] for path in (*data_files(ours), *data_files(theirs))] == ["0_7.", "1_7."]
+
+
+@pytest.mark.parametrize("moved", ["made anew", "on another disk", "gone", "gone while it is made"])
+def test_a_folder_that_somebody_removes_as_it_is_empty(tmp_path: Path, moved: str) -> None:
+    """While ranks look at it: either the save goes on, or all of them hear what has happened."""
+    folder = tmp_path / "step"
+    done: list[bool] = []
+
+    class Storage(LocalStorage):
+        def prepare(self) -> None:
+            if moved == "gone while it is made" and not done:
+                done.append(True)
+                raise FileExistsError(errno.EEXIST, "File exists", str(folder))
+            super().prepare()
+
+        def identity(self) -> FolderIdentity:
+            found = super().identity()
+            if moved == "made anew" and not done:
+                done.append(True)
+                return found._replace(inode=found.inode + 1)
+            if moved == "on another disk" and not done:
+                done.append(True)
+                return found._replace(device=found.device + 1)
+            return found
+
+        def publish(self, name: str, *args: Any, **kwargs: Any) -> bool:
+            if moved == "gone" and not done:
+                done.append(True)
+                folder.rmdir()
+            return super().publish(name, *args, **kwargs)
+
+    results = try_save([state(1), {"more": np.arange(9)}], Storage(folder), 5)
+    if moved == "made anew":
+        for error in errors_of(results, CheckpointError):
+            assert f"ranks see different folders at {folder}, on one disk: somebody has removed" in str(error)
+    elif moved == "on another disk":
+        for error in errors_of(results, (CheckpointError, ValueError)):
+            assert "ranks of one host have different folders" in str(error)
+    else:
+        assert [report.unique_id for report in results] == [5, 5]
+
+
+def test_the_claim_of_a_deletion_in_a_folder_that_is_gone_says_so(tmp_path: Path) -> None:
+    save_alone(state(1), tmp_path / "step", 5)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "publish":
+            shutil.rmtree(tmp_path / "step")
+
+    with pytest.raises(CheckpointNotFoundError, match="step has been removed meanwhile"):
+        delete(FaultyStorage(tmp_path / "step", hook), 5)
+
+
+def test_what_a_dead_deletion_has_begun_is_not_forgotten_by_another_one_of_the_same(tmp_path: Path) -> None:
+    """Which had looked at the checkpoint before, and finds it gone."""
+    save_alone(state(1), tmp_path, 5)
+    (save,) = saves_in(tmp_path)
+    begin_deletion(LocalStorage(tmp_path), 5, save)  # the `.metadata` is gone; it dies
+    age_claims(tmp_path)
+    with pytest.raises(CheckpointError, match="has been replaced or removed meanwhile"):
+        begin_deletion(LocalStorage(tmp_path), 5, save)
+    age_claims(tmp_path)
+    save_alone(state(2), tmp_path, 7)
+    check_holds(tmp_path, {7: 2})
+
+
+def test_a_deletion_that_is_taken_for_dead_leaves_its_files_to_a_later_save(tmp_path: Path) -> None:
+    """The other looks which saves are committed just before the `.metadata` goes."""
+    save_alone(state(1), tmp_path, 1)
+    save_alone(state(2), tmp_path, 2)
+
+    def hook(operation: str, name: str) -> None:
+        if (operation, name) == ("delete", "1.metadata"):
+            age_claims(tmp_path)
+            save_alone(state(7), tmp_path, 7)
+
+    delete(FaultyStorage(tmp_path, hook), 1)
+    assert list_checkpoints(tmp_path) == [2, 7]
+    age_claims(tmp_path)
+    save_alone(state(8), tmp_path, 8)
+    check_holds(tmp_path, {2: 2, 7: 7, 8: 8})
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_deletion_that_ends_before_it_has_begun_removes_nothing(tmp_path: Path, interrupted: bool) -> None:
+    """While it says what it is going to remove; of the checkpoint, a file is in a folder of another host."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    save_on([state(1), {"more": np.arange(9)}], [ours, another_host(theirs, 1)], 5)
+    before, published = files_in(ours), list[str]()
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "publish":
+            published.append(name)
+            if len(published) == 2:
+                raise KeyboardInterrupt if interrupted else OSError(errno.EIO, "Input/output error", name)
+
+    with pytest.raises(KeyboardInterrupt if interrupted else OSError):
+        delete(FaultyStorage(ours, hook), 5)
+    assert len(published) == 2
+    assert files_in(ours) == before
+
+
+def test_who_loses_its_claim_while_it_takes_over_leaves_alone_what_has_its_own(tmp_path: Path) -> None:
+    """The save that it has taken for dead thaws, and its claim is still there."""
+    save_alone(state(1), tmp_path, 1)
+    published: list[str] = []
+
+    def take_over(operation: str, name: str) -> None:
+        if operation == "publish" and name.endswith(".claim"):
+            published.append(name)
+            if len(published) == 2:
+                (tmp_path / name).unlink()
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "sync_file":
+            (own,) = tmp_path.glob("5.*.claim")
+            age(own)
+            errors_of(try_save([state(7)], FaultyStorage(tmp_path, take_over), 7), CheckpointError)
+            age_claims(tmp_path)
+            os.utime(own)  # it lives
+            save_alone(state(8), tmp_path, 8)
+
+    save_alone(state(5), FaultyStorage(tmp_path, hook), 5)
+    age_all_claims(tmp_path)
+    save_alone(state(9), tmp_path, 9)
+    check_holds(tmp_path, {1: 1, 5: 5, 8: 8, 9: 9})
+
+
+def test_a_claim_is_kept_fresh_although_it_seemed_to_be_gone_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the name of a folder is not found for a moment."""
+    monkeypatch.setattr(FRESH_EVERY, 0.01)
+    touched: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "touch":
+            touched.append(name)
+            if len(touched) == 1:
+                raise FileNotFoundError(errno.ENOENT, "No such file or directory", name)
+
+    lease = Lease(FaultyStorage(tmp_path, hook), 3, automatic=True)
+    until(lambda: len(touched) > 2)
+    lease.end()
+    assert set(touched) == {lease.name}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_copy_that_was_taken_for_dead_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of one save have its id: what it claims anew does not speak of that."""
+    monkeypatch.setattr(FRESH_EVERY, 0.01)
+    ours, theirs = tmp_path / "from", tmp_path / "to"
+    save_alone(state(1), ours, 1)
+    copied: list[bool] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "sync_file" and not copied:
+            copied.append(True)
+            (claim,) = theirs.glob("*.claim")
+            claim.unlink()
+            for path in data_files(theirs):
+                path.unlink()  # as whoever has taken it for dead does
+            until(lambda: list(theirs.glob("*.claim")))
+            copy(LocalStorage(ours), LocalStorage(theirs), 1, False)
+
+    with pytest.raises((CheckpointError, OSError)):
+        copy(LocalStorage(ours), FaultyStorage(theirs, hook), 1, False)
+    assert verify(theirs, 1).problems == ()
+
+
+def test_a_deletion_on_a_full_disk_may_take_over_what_a_copy_makes(tmp_path: Path) -> None:
+    """It cannot say so: the copy is refused, whichever id the deletion is of."""
+    ours, theirs = tmp_path / "from", tmp_path / "to"
+    save_alone(state(5), ours, 5)
+    save_alone(state(1), theirs, 1)
+    empty = theirs / "1.0123456789abcdef.claim"
+    empty.touch()
+    with pytest.raises(CheckpointError, match=f"are being removed from {theirs}, or put there, as {empty.name} says"):
+        copy(LocalStorage(ours), LocalStorage(theirs), 5, False)
+    empty.unlink()
+    copy(LocalStorage(ours), LocalStorage(theirs), 5, False)
+
+
+def test_a_checkpoint_of_paddles_that_a_save_stands_for_that_died_before_its_commit_stays(tmp_path: Path) -> None:
+    (tmp_path / "0.metadata").write_bytes(b"\x80\x04}.")
+    says = {"save": "0123456789abcdef", "replaces": None, "removes": [], "of_paddle": 0, "automatic": True}
+    (tmp_path / "1.0123456789abcdef.claim").write_text(json.dumps(says))
+    age_claims(tmp_path)
+    save_alone(state(1), tmp_path, 2)
+    assert (tmp_path / "0.metadata").exists()
+    assert not list(tmp_path.glob("*.claim"))
+
+
+def test_what_a_save_has_replaced_that_is_taken_over_late_is_said_at_once(tmp_path: Path) -> None:
+    """Who has taken it over may die before it has removed that."""
+    save_alone(state(0), tmp_path, 0)
+    before, (replaced,) = files_in(tmp_path), saves_in(tmp_path)
+    save_alone(state(1), tmp_path, 0)
+    later, (save,) = (tmp_path / "0.metadata").read_bytes(), saves_in(tmp_path)
+    for name, data in before.items():
+        (tmp_path / name).write_bytes(data)
+    claim = tmp_path / f"0.{save}.claim"
+    claim.write_text(json.dumps({"save": save, "replaces": replaced, "removes": []}))
+    age_claims(tmp_path)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name == claim.name:  # it commits just now
+            (tmp_path / "0.metadata").write_bytes(later)
+
+    taker = commit.begin(FaultyStorage(tmp_path, hook), 7)
+    taker.stop()
+    assert taker.doomed == [replaced] == claims_of(tmp_path)[0]["removes"]
+
+
+@pytest.mark.parametrize("when", ["look", "removal"])
+def test_what_a_save_has_replaced_whose_claim_is_gone_then_is_left_to_a_later_one(tmp_path: Path, when: str) -> None:
+    """Who has taken it for dead has done so before it was published."""
+    save_alone(state(0), tmp_path, 5)
+    (replaced,) = saves_in(tmp_path)
+    committed: list[bool] = []
+
+    class Storage(LocalStorage):
+        def publish(self, name: str, *args: Any, **kwargs: Any) -> bool:
+            is_published = super().publish(name, *args, **kwargs)
+            if name == "5.metadata":
+                committed.append(True)
+            return is_published
+
+    def hook(operation: str, name: str) -> None:
+        if committed and operation == ("names" if when == "look" else "delete"):
+            for claim in tmp_path.glob("5.*.claim"):
+                claim.unlink()
+            committed.clear()
+            if when == "look":
+                raise OSError(errno.EIO, "Input/output error", name)
+
+    storage = FaultyStorage(tmp_path, hook)
+    storage._inner = Storage(tmp_path)
+    save_alone(state(1), storage, 5)
+    assert not committed
+    if when == "look":
+        assert [says["removes"] for says in claims_of(tmp_path)] == [[replaced]]
+    age_all_claims(tmp_path)
+    save_alone(state(2), tmp_path, 6)
+    check_holds(tmp_path, {5: 1, 6: 2})
+
+
+def test_a_deletion_is_not_refused_for_a_claim_that_it_has_left_itself(tmp_path: Path) -> None:
+    """For what a dead save has left, when a `.metadata` was damaged while it took that over."""
+    save_alone(state(1), tmp_path, 1)
+    save_alone(state(2), tmp_path, 2)
+    dead_save(tmp_path, 5, last="sync")
+    age_claims(tmp_path)
+    whole = (tmp_path / "1.metadata").read_bytes()
+    damaged: list[bool] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name.startswith("5.") and name.endswith(".claim"):
+            (tmp_path / "1.metadata").write_bytes(b"rubbish")
+            damaged.append(True)
+        elif damaged and operation == "publish":
+            (tmp_path / "1.metadata").write_bytes(whole)
+
+    delete(FaultyStorage(tmp_path, hook), 2)
+    age_claims(tmp_path)
+    save_alone(state(3), tmp_path, 3)
+    check_holds(tmp_path, {1: 1, 3: 3})
+
+
+@pytest.mark.parametrize("failing", ["damaged", "EIO"])
+def test_files_of_a_failed_save_that_cannot_be_removed_when_its_claim_is_gone_are_left_to_a_later_one(
+    tmp_path: Path, failing: str
+) -> None:
+    save_alone(state(1), tmp_path, 1)
+
+    def hook(operation: str, name: str) -> None:
+        if failing == "EIO" and operation == "delete" and name.startswith("0_5"):
+            raise OSError(errno.EIO, "Input/output error", name)
+
+    lease = commit.begin(FaultyStorage(tmp_path, hook), 5)
+    (tmp_path / f"0_5.{lease.save_id}.0.safetensors").touch()
+    (tmp_path / lease.name).unlink()
+    whole = (tmp_path / "1.metadata").read_bytes()
+    if failing == "damaged":
+        (tmp_path / "1.metadata").write_bytes(b"rubbish")
+    commit.give_up(lease, settled=True)
+    (tmp_path / "1.metadata").write_bytes(whole)
+    age_claims(tmp_path)
+    save_alone(state(2), tmp_path, 7)
+    check_holds(tmp_path, {1: 1, 7: 2})
+
+
+def test_a_deletion_that_was_taken_for_dead_and_is_not_confirmed_leaves_its_files_to_a_later_save(
+    tmp_path: Path,
+) -> None:
+    save_alone(state(1), tmp_path, 1)
+    save_alone(state(2), tmp_path, 2)
+    gone: list[bool] = []
+
+    def hook(operation: str, name: str) -> None:
+        if (operation, name) == ("delete", "1.metadata"):
+            age_claims(tmp_path)
+            save_alone(state(7), tmp_path, 7)
+            gone.append(True)
+        elif gone and operation == "sync":
+            raise OSError(errno.EIO, "Input/output error", name)
+
+    with pytest.raises(DurabilityUnknownError):
+        delete(FaultyStorage(tmp_path, hook), 1)
+    age_claims(tmp_path)
+    save_alone(state(8), tmp_path, 8)
+    check_holds(tmp_path, {2: 2, 7: 7, 8: 8})
