@@ -21,6 +21,7 @@ from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.core.columns import pack_column
 from paddle_dist_ckpt.core.dtypes import dtype_named
 from paddle_dist_ckpt.core.memory import address_of, fresh_pages
+from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.files import contents, writer
 from paddle_dist_ckpt.files.block_hashes import BlockHashes
 from paddle_dist_ckpt.files.codec import TableRecord
@@ -256,6 +257,19 @@ def test_what_comes_ahead_is_written_by_the_call_and_the_rest_later(tmp_path: Pa
     assert steps == ["create", "write", "write"]
     save.finish(1, nothing, nothing)
     assert steps == ["create", *["write"] * 2, *["write"] * 4, "write", "sync_file"], "the header is the last"
+
+
+def test_of_a_save_that_has_failed_meanwhile_no_file_is_made(tmp_path: Path) -> None:
+    """Nobody might look for it any more."""
+    file = file_of(bytes_of(9), 4096)
+    save = FileSave(LocalStorage(tmp_path), "file", file.table, INFO, file.tensors())
+
+    def check() -> None:
+        raise CheckpointError("it has failed")
+
+    with pytest.raises(CheckpointError, match="it has failed"):
+        save.finish(1, check, nothing)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("ahead", [0, 2 * WINDOW, 6 * WINDOW])
