@@ -32,6 +32,7 @@ from paddle_dist_ckpt.folder.checkpoint import Restarts
 from paddle_dist_ckpt.manager.agreement import agree
 from paddle_dist_ckpt.manager.steps import NOTE, Steps, step_folder
 from paddle_dist_ckpt.storage import Folders, as_storage
+from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks, shard_array
 from test.jobs import all_ok, another_host, load_alone, save_alone, try_load, try_save
 from test.test_docs import blocks, pages
@@ -169,6 +170,11 @@ def of_ranks_that_differ(data: Path) -> Iterator[str]:
     yield of_ranks(run_ranks(2, lambda rank: save(rank, {"n": 1}, data / "run" / str(rank.rank)))).replace(
         f"on {socket.gethostname()}:", "on node-a:"
     )
+    step = data / "run/step-00000100"
+    step.mkdir(parents=True)
+    here = FolderIdentity(socket.gethostname(), 1, 1)
+    seen = [FaultyStorage(step, lambda operation, name: None, here._replace(inode=number)) for number in (1, 2)]
+    yield of_ranks(run_ranks(2, lambda rank: rank.save({"n": 1}, seen[rank.rank])))
     drifted = run_ranks(2, lambda rank: rank.save({"w": np.full((300, 300), rank.rank, "f4")}, data / "x"))
     yield of_ranks(drifted).replace(" Give tensors", "\nGive tensors")  # the page has the first sentence
     yield of_ranks(run_ranks(2, lambda rank: save(rank, {"n": 1}) if rank.rank else rank.load({"n": 0}, data / "run")))
