@@ -59,6 +59,7 @@ class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
         committed_as: The id of a save that is done, if that is not the one in the claim's name.
         passes_on: Whether there is no save or deletion of its own, and it only passes on what is to be removed.
         is_unread: Whether it may not be read, so that it may be of a save or of a deletion; never in a file.
+        is_empty: Whether it says nothing, as a deletion's on a full disk; never in a file.
     """
 
     save: str
@@ -71,6 +72,7 @@ class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
     committed_as: int | None = None
     passes_on: bool = False
     is_unread: bool = False
+    is_empty: bool = False
 
     @property
     def own(self) -> list[str]:
@@ -133,8 +135,9 @@ def readable_record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
     try:
         data = storage.read(name, _MOST_CLAIM_BYTES)
         if not data and not name.endswith(TEMPORARY):
-            return Claim(parsed.save_id, None, [], deletes=True)
-        return msgspec.structs.replace(_CLAIM_DECODER.decode(data), save=parsed.save_id, is_unread=False)
+            return Claim(parsed.save_id, None, [], deletes=True, is_empty=True)
+        found = _CLAIM_DECODER.decode(data)
+        return msgspec.structs.replace(found, save=parsed.save_id, is_unread=False, is_empty=False)
     except (*DECODE_ERRORS, IsADirectoryError) as error:
         _logger.debug("the claim %s is torn: %s", name, error)
         return Claim(parsed.save_id, None, [])

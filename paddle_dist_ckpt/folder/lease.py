@@ -194,11 +194,14 @@ class Lease:
             said = {name: saves_of_claim(record, committed) for name, record in records.items()}
             stuck = {save for name in self._stuck for save in said.get(name, ())}
             found = [*self.doomed, *(save for name in dead for save in said[name])]
+            before = set(self.doomed)
             self.doomed = [save for save in dict.fromkeys(found) if not (save in committed or save in stuck)]
-            self._write()
+            if stuck or not before.issuperset(self.doomed):
+                self._write()
         except CheckpointError as error:
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
-            self.doomed = [save for name in gone for save in saves_of_claim(records[name], committed)]
+            found = [save for name in gone for save in saves_of_claim(records[name], committed)]
+            self.doomed = [save for save in found if save not in committed]
             if self.doomed:  # no other claim speaks of them any more
                 self.leave_doomed()
 
@@ -303,12 +306,12 @@ class Lease:
     def rival(self, save: str) -> str | None:
         """The claim of somebody else, not known to be dead, who makes or removes files of this save, or is about to.
 
-        On a full disk it cannot be said what is deleted: every deletion counts that is of the id, or says nothing.
+        On a full disk it cannot be said what is deleted: deletions count that are of the id, or have an empty claim.
         """
         now = self._claim.now()
         for name, (parsed, record) in records_of(self.storage).items():
             deletes = record.deletes and not record.done
-            deletes &= parsed.unique_id == self.unique_id or not record.removes
+            deletes &= parsed.unique_id == self.unique_id or record.is_empty
             if parsed.save_id == self.save_id or not (deletes or save in (*record.own, record.replaces)):
                 continue
             if not is_expired(self.storage, name, now):

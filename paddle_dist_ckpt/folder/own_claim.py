@@ -39,6 +39,7 @@ class OwnClaim:
         self.is_published = False
         self._stopped = threading.Event()
         self._keeper: threading.Thread | None = None
+        self._other: str | None = None  # the claim that is kept fresh as well since this one is gone
 
     def publish(self, data: bytes) -> None:
         """Have it say this.
@@ -96,27 +97,33 @@ class OwnClaim:
         """
 
         def keep() -> None:
-            name = self.name
             while not self._stopped.wait(FRESH_EVERY):
                 try:
-                    self._storage.touch(name)
+                    self._storage.touch(self.name)
                 except (OSError, CheckpointTimeoutError) as error:
-                    _logger.warning("the claim %s could not be refreshed: %s", name, error)
+                    if self._other is None:
+                        _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
                     if isinstance(error, FileNotFoundError):
                         with suppress(OSError, CheckpointError):
-                            name = when_lost() or name
+                            if self._other is None:
+                                self._other = when_lost()
+                            else:
+                                self._storage.touch(self._other)
 
-        self._keeper = threading.Thread(target=keep, name="paddle_dist_ckpt claim", daemon=True)
-        self._keeper.start()
+        keeper = threading.Thread(target=keep, name="paddle_dist_ckpt claim", daemon=True)
+        keeper.start()
+        self._keeper = keeper
 
     def stop(self) -> None:
         """Keep it fresh no more."""
         self._stopped.set()
 
     def remove(self) -> None:
-        """Remove it."""
+        """Remove it, and the one that is in its place if it is gone."""
         self._stopped.set()
         if self._keeper is not None:
             self._keeper.join()  # no touch is under way any more
         self._storage.delete(self.name + TEMPORARY)  # it may have been impossible to remove
         self._storage.delete(self.name)
+        if self._other is not None:
+            self._storage.delete(self._other)

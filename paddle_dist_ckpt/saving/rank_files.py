@@ -73,11 +73,6 @@ class RankFiles:
         """How many bytes of data are in them."""
         return sum(file.table.nbytes for file in self._files)
 
-    @property
-    def _has_claim(self) -> bool:
-        """Whether the folder is the one that has the save's claim."""
-        return self._context.is_coordinator or not self._options.separate_folders
-
     def prepare(self, state: LocalState) -> None:
         """Do what has to be done before the caller may change its tensors, but for writing them.
 
@@ -190,7 +185,7 @@ class RankFiles:
         the folder, so that is added. A file that is gone may say less than that the claim is."""
         storage, save = self._context.storage, self._order.save
         location, claim = storage.location, claim_name(save.unique_id, save.save_id)
-        if isinstance(error, FileNotFoundError) and self._has_claim:
+        if isinstance(error, FileNotFoundError) and self._context.is_coordinator:
             with suppress(OSError, CheckpointTimeoutError):
                 storage.identity()  # the folder is there
                 if claim not in storage.names():

@@ -15,7 +15,12 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import list_checkpoints, verify
-from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError, DurabilityUnknownError
+from paddle_dist_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointTimeoutError,
+    DurabilityUnknownError,
+)
 from paddle_dist_ckpt.folder import commit
 from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import begin_deletion, delete
@@ -348,6 +353,46 @@ def test_a_claim_is_kept_fresh_although_it_seemed_to_be_gone_once(
     lease.end()
     assert set(touched) == {lease.name}
     assert not list(tmp_path.iterdir())
+
+
+def test_a_claim_that_cannot_be_kept_fresh_for_want_of_a_thread_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Lease(LocalStorage(tmp_path), 3, automatic=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_that_was_taken_for_dead_and_has_removed_its_files_leaves_no_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FRESH_EVERY, 0.01)
+    lease = commit.begin(LocalStorage(tmp_path), 5)
+    (tmp_path / lease.name).unlink()
+    until(lambda: list(tmp_path.glob("*.claim")))
+    (tmp_path / f"0_5.{lease.save_id}.0.safetensors").touch()
+    commit.give_up(lease, settled=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_loses_its_claim_while_it_takes_over_does_not_speak_of_what_is_committed(tmp_path: Path) -> None:
+    """Or its `.metadata` could not be made again if it is damaged."""
+    save_alone(state(5), tmp_path, 5)
+    (save,) = saves_in(tmp_path)
+    (tmp_path / f"5.{save}.claim").write_text(json.dumps({"save": save, "replaces": None, "removes": ["ab" * 8]}))
+    age_claims(tmp_path)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name == f"5.{save}.metadata.tmp":
+            raise CheckpointTimeoutError("it hangs")
+
+    save_alone(state(7), FaultyStorage(tmp_path, hook), 7)
+    assert all(save not in says["removes"] for says in claims_of(tmp_path))
+    assert ["ab" * 8] in [says["removes"] for says in claims_of(tmp_path)]
 
 
 def test_a_copy_that_was_taken_for_dead_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
