@@ -37,9 +37,8 @@ def measure(session: Session) -> dict[str, Any]:
     Returns:
         The slower rank's seconds of the ``load``, of the one that checks nothing that has been delivered
         (``load_unchecked``), and of the ``broadcast`` and ``broadcast_tensors`` alone, by round; what these take of
-        processors on all ranks together (``cpu``); the ``ratio`` of the
-        broadcasts' time to the load's, and that of the load's to the unchecked one's (``checks``), with their
-        intervals; bytes; ``goals`` and ``versions``.
+        processors on all ranks together (``cpu``); the ``ratio`` of the broadcasts' time to the load's, and that of the
+        load's to the unchecked one's (``checks``), with their intervals; bytes; ``goals`` and ``versions``.
     """
     ranks_count = _SMOKE_RANKS if session.smoke else _RANKS
     checkpoint = session.scratch / "checkpoint"

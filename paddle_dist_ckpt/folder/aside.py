@@ -40,7 +40,8 @@ def put_aside(storage: Storage, unique_id: int, temporary: str) -> None:
             raise CheckpointError(f"{storage.location}/{name} is too large to be one of Paddle's")
         data = storage.read(name, file.size)
     storage.publish(f"{name}.replaced", data, temporary, replace=True)
-    if look(storage, name)[0] is Format.PADDLE:  # and not what has got its name from somebody meanwhile
-        storage.delete(name)
+    if look(storage, name)[0] is not Format.PADDLE:  # somebody has removed it meanwhile, or saved under its number
+        return
+    storage.delete(name)
     storage.sync()
     _logger.info("%s: %s is called %s.replaced now", storage.location, name, name)

@@ -158,16 +158,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         with suppress(OSError, CheckpointError):  # nobody need wait while files are removed, or if this dies meanwhile
             lease.mark_done(passes_on=True)
     except BaseException as error:
-        lease.stop()  # a later save finds out what has become of it
-        what = None
-        if isinstance(error, OSError) or not isinstance(error, Exception):  # refused, or an interrupt
-            with suppress(OSError, CheckpointError):
-                what = _what_became(storage, unique_id, save_id)
-                if what is not None:
-                    lease.speak_again(saves)
-                    lease.mark_done()  # so that nobody waits
-                elif not isinstance(error, OSError) or is_refusal(error):  # and may not happen late, as on a network
-                    lease.withdraw(*ours)
+        what = _end_failed(lease, save_id, ours, saves, error)
         if what is not None and isinstance(error, OSError):
             raise DurabilityUnknownError(
                 f"checkpoint {unique_id} is {what} from {storage.location}, its durability unknown: a crash of the "
@@ -177,6 +168,34 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
             ) from error
         raise
     return Deletion(lease, saves, claims)
+
+
+def _end_failed(
+    lease: Lease, save_id: str, ours: Sequence[str], saves: Sequence[str], error: BaseException
+) -> str | None:
+    """End a deletion that has failed when it was about to remove the `.metadata`.
+
+    Args:
+        lease: Its own.
+        save_id: The save that is meant.
+        ours: What nobody removes if it is refused.
+        saves: What a later save removes if it was done.
+        error: What it has ended with.
+
+    Returns:
+        What became of it, in words; None if it was not done, or that is left to a later save to find out.
+    """
+    lease.stop()
+    what = None
+    if isinstance(error, OSError) or not isinstance(error, Exception):  # refused, or an interrupt
+        with suppress(OSError, CheckpointError):
+            what = _what_became(lease.storage, lease.unique_id, save_id)
+            if what is not None:
+                lease.speak_again(saves)
+                lease.mark_done()  # so that nobody waits
+            elif not isinstance(error, OSError) or is_refusal(error):  # and may not happen late, as on a network
+                lease.withdraw(*ours)
+    return what
 
 
 def removal_lease(storage: Storage, unique_id: int, automatic: bool) -> Lease:

@@ -14,13 +14,13 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
 
 from ..errors import CheckpointError, CheckpointTimeoutError
-from ..files.names import claim_name, temporary_name
+from ..files.names import ClaimName, claim_name, temporary_name
 from ..storage.base import Storage
 from .aside import put_aside
 from .claims import (
@@ -170,30 +170,21 @@ class Lease:
         committed, records, gone = dict[str, int](), dict[str, Claim](), list[str]()
         try:
             committed = committed_saves(self.storage)
-            for name, parsed in list(dead.items()):
-                try:
-                    records[name] = record = readable_record_of(self.storage, name, parsed)
-                except FileNotFoundError:
-                    _logger.debug("the claim %s is another save's to take over", name)
-                    del dead[name]
-                except PermissionError as error:  # it alone says what is to be removed, to whoever may read it
-                    self._leave_stuck(name, error)
-                else:
-                    self._put_aside(record, committed)
-            unread = {name.removesuffix(TEMPORARY) for name in self._stuck}
-            dead = {name: parsed for name, parsed in dead.items() if name.removesuffix(TEMPORARY) not in unread}
-            self.doomed += [save for name in dead for save in saves_of_claim(records[name], committed)]
+            records = self._records_of(dead)
+            for record in records.values():
+                self._put_aside(record, committed)
+            self.doomed += [save for record in records.values() for save in saves_of_claim(record, committed)]
             self._write()
-            for name, parsed in dead.items():
+            for name in records:
                 if self._remove_dead(name):
                     gone.append(name)
-                    self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
+                    self.storage.delete(temporary_name(dead[name].unique_id, dead[name].save_id))
             # A save that was frozen just before its last step may have been committed until now, but not later. What it
             # has replaced then is to be removed as well.
             committed = committed_saves(self.storage)
             said = {name: saves_of_claim(record, committed) for name, record in records.items()}
             stuck = {save for name in self._stuck for save in said.get(name, ())}
-            found = [*self.doomed, *(save for name in dead for save in said[name])]
+            found = [*self.doomed, *(save for saves in said.values() for save in saves)]
             before = set(self.doomed)
             self.doomed = [save for save in dict.fromkeys(found) if not (save in committed or save in stuck)]
             if stuck or not before.issuperset(self.doomed):
@@ -204,6 +195,19 @@ class Lease:
             self.doomed = [save for save in found if save not in committed]
             if self.doomed:  # no other claim speaks of them any more
                 self.leave_doomed()
+
+    def _records_of(self, dead: Mapping[str, ClaimName]) -> dict[str, Claim]:
+        """What dead saves' claims say: those that are still there, and may be read by this process."""
+        found: dict[str, Claim] = {}
+        for name, parsed in dead.items():
+            try:
+                found[name] = readable_record_of(self.storage, name, parsed)
+            except FileNotFoundError:
+                _logger.debug("the claim %s is another save's to take over", name)
+            except PermissionError as error:  # it alone says what is to be removed, to whoever may read it
+                self._leave_stuck(name, error)
+        unread = {name.removesuffix(TEMPORARY) for name in self._stuck}
+        return {name: record for name, record in found.items() if name.removesuffix(TEMPORARY) not in unread}
 
     def _put_aside(self, record: Claim, committed: Collection[str]) -> None:
         """Do what a dead save has not done for a checkpoint of Paddle's, before its claim goes, which alone says so."""
