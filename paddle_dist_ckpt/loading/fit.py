@@ -194,10 +194,13 @@ class Fit:
 
     def device_groups(self, needs: IntArray, most: int) -> tuple[IntArray, list[tuple[IntArray, IntArray]]]:
         """Divide some needs: those of targets on the host, or staged; and targets on a device in groups of at most
-        ``most`` bytes each (or one), each group with its needs."""
+        ``most`` bytes each (or one), each group with its needs, in the order in which the files have them."""
         rows = self.rows_on_device(needs)
         if not len(rows):
             return needs, []
+        needs = self._as_stored(needs)
+        wanted, first = np.unique(self._target[needs], return_index=True)
+        rows = rows[np.argsort(first[np.searchsorted(wanted, rows)])]
         starts: list[int] = []
         room = 0
         for i, nbytes in enumerate(self.targets.nbytes[rows].tolist()):
@@ -290,13 +293,18 @@ class Fit:
         small = narrow(needs[self._are_batched(needs)])
         together = max(1, len(small))
         if len(small) > _MANY:
-            shard, together = self._shard[small], _READ_TOGETHER
-            starts, file = self.stored.starts[shard], self._table.shard_file[shard]
-            if not ((file[1:] > file[:-1]) | ((file[1:] == file[:-1]) & (starts[1:] >= starts[:-1]))).all():
-                small = small[np.lexsort((starts, file))]
+            small, together = self._as_stored(small), _READ_TOGETHER
         for start in range(0, len(small), together):
             items = self.items(small[start : start + together])
             yield from batches_of([items], opened, self.answer.block_bytes)
+
+    def _as_stored(self, needs: IntArray) -> IntArray:
+        """Needs in the order in which what they need stands in the files."""
+        shard = self._shard[needs]
+        starts, file = self.stored.starts[shard], self._table.shard_file[shard]
+        if ((file[1:] > file[:-1]) | ((file[1:] == file[:-1]) & (starts[1:] >= starts[:-1]))).all():
+            return needs
+        return needs[np.lexsort((starts, file))]
 
     def unpack(self, needs: IntArray, data: Bytes1D) -> None:
         """Hand out what was sent for needs, the boxes one behind the other.

@@ -97,11 +97,12 @@ class TensorBytes:
         return self.part(start, nbytes)
 
     def to_fill(self, start: int, nbytes: int) -> Any:
-        """A tensor over the memory of these bytes for an operation that fills it, and gives it a shape of its own.
+        """A tensor over the memory of these bytes, and maybe what follows them, for an operation that fills them, and
+        gives it a shape of its own.
 
         Never the tensor itself, which Paddle may move elsewhere then. No kernel is run for this.
         """
-        return self.tensor.detach() if self.is_all(start, nbytes, self.tensor.shape) else self.part(start, nbytes)
+        return self.part(start, nbytes) if start or not self.tensor.is_contiguous() else self.tensor.detach()
 
     def is_all(self, start: int, nbytes: int, shape: Sequence[int]) -> bool:
         """Whether these bytes are all of it, one item behind the other. ``shape`` is the tensor's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,25 @@ def calls_of_many(path: str, count: int) -> list[tuple[int, int]]:
     found += [call[TO_HOST], _counted(lambda: load_state_dict(targets, path, options=LOADING))[TO_DEVICE]]
     assert all(float(targets[f"w{i}"][255]) == i for i in range(0, count, 97))
     return found
+
+
+def reads_of_groups(path: str, count: int, staging_bytes: int) -> int:
+    """How often a load of many tensors reads, which passes so little host memory that they go in many groups."""
+    state = {f"w{i}": paddle.full([256], i, "float32") for i in range(count)}  # in files w10 stands before w9
+    save_state_dict(state, path, options=SAVING)
+    targets, reads, read = {name: paddle.zeros([256], "float32") for name in state}, list[int](), os.preadv
+
+    def counting(*args: Any) -> int:
+        reads.append(read(*args))
+        return reads[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counting)
+        options = LoadOptions(no_dist=True, progress=False, staging_bytes=staging_bytes)
+        load_state_dict(targets, path, options=options)
+    assert all(float(targets[f"w{i}"][255]) == i for i in range(count))
+    assert sum(reads) >= 1024 * count
+    return len(reads)
 
 
 def without_kernels(path: str) -> list[tuple[int, int]]:

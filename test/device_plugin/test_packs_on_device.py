@@ -32,6 +32,11 @@ def test_many_tensors_take_few_copies(devices: DevicePool, tmp_path: Path) -> No
     assert max(calls for calls, _ in found) <= 8
 
 
+def test_groups_are_read_as_they_stand_in_files(devices: DevicePool, tmp_path: Path) -> None:
+    (reads,) = devices.run(cases.reads_of_groups, str(tmp_path), 1000, 256 << 10, ranks=1)
+    assert reads < 50  # of groups of 64 tensors
+
+
 def test_without_kernels_each_is_copied_by_itself(devices: DevicePool, tmp_path: Path) -> None:
     (copies,) = devices.run(cases.without_kernels, str(tmp_path), ranks=1)
     assert min(calls for calls, _ in copies) >= 150
