@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -29,6 +30,8 @@ __all__ = [
 _MOST_EMPTY = 1024  # boxes of a tensor without elements: they need no bytes in any file
 MOST_DIMENSIONS = 32
 _MOST_ITEMS = 2**58  # so that bytes can be counted in int64
+_FIRST: IntArray = np.zeros(1, np.int64)  # where the first box starts along a dimension
+_FIRST.flags.writeable = False
 
 
 def is_storable(shape: Sequence[int]) -> bool:
@@ -67,9 +70,10 @@ class Grid:
     @property
     def volumes(self) -> IntArray:
         """Elements of each box, ``[boxes]``."""
-        volumes = np.ones(1, np.int64)
+        volumes = np.full(1, math.prod(int(lengths[0]) for lengths in self.lengths if len(lengths) == 1))
         for lengths in self.lengths:
-            volumes = np.multiply.outer(volumes, lengths).reshape(-1)
+            if len(lengths) > 1:
+                volumes = np.multiply.outer(volumes, lengths).reshape(-1)
         return volumes
 
     def boxes(self) -> Boxes:
@@ -81,6 +85,9 @@ class Grid:
         places = np.unravel_index(rows, [len(starts) for starts in self.starts])
         columns = [[part[at] for part, at in zip(s, places, strict=True)] for s in (self.starts, self.lengths)]
         return Boxes(*(np.stack(column, axis=1).astype(np.int64, copy=False) for column in columns))
+
+
+_POINT = Grid([], [])  # of a tensor without dimensions
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,9 +120,10 @@ class Layout:
     @classmethod
     def from_cuts(cls, shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> Layout:
         """The grid that these cuts make, its boxes in row-major order."""
-        starts = [np.concatenate([np.zeros(1, np.int64), np.array(c, np.int64)]) for c in cuts]
-        lengths = [narrow(np.diff(s, append=n), n) for s, n in zip(starts, shape, strict=True)]
-        return cls(tuple(shape), Grid([narrow(s, n) for s, n in zip(starts, shape, strict=True)], lengths))
+        if not shape:
+            return cls((), _POINT)
+        along = [_cut(n, c) if len(c) else _uncut(n) for n, c in zip(shape, cuts, strict=True)]
+        return cls(tuple(shape), Grid([starts for starts, _ in along], [lengths for _, lengths in along]))
 
     def to_record(self) -> LayoutRecord:
         """The layout as it is stored.
@@ -194,6 +202,20 @@ def grid_starts(boxes: Boxes, region: Box) -> list[IntArray] | None:
     return starts
 
 
+def _cut(extent: int, cuts: Sequence[int]) -> tuple[IntArray, IntArray]:
+    """Where boxes start along a dimension of this extent that is cut so, and how far each of them reaches."""
+    edges = np.concatenate([_FIRST, np.asarray(cuts, np.int64), np.array([extent], np.int64)])
+    return narrow(edges[:-1], extent), narrow(edges[1:] - edges[:-1], extent)
+
+
+@lru_cache(maxsize=1024)
+def _uncut(extent: int) -> tuple[IntArray, IntArray]:
+    """The same of a dimension that is not cut, as most are not: layouts share what is said of it."""
+    lengths = np.array([extent], np.int64)
+    lengths.flags.writeable = False
+    return _FIRST, lengths
+
+
 def _row_major(columns: Sequence[IntArray]) -> IntArray:
     """All combinations of the columns' numbers, the last column's changing fastest, ``[product, columns]``."""
     if len(columns) == 1:
@@ -267,6 +289,6 @@ def _checked_grid(shape: tuple[int, ...], cuts: list[list[int]], most: int) -> L
     if len(cuts) != len(shape) or math.prod(len(c) + 1 for c in cuts) > most:
         raise CheckpointCorruptedError(f"a layout of shape {shape} is cut in more than {most} boxes")
     for n, places in zip(shape, cuts, strict=True):
-        if any(b <= a for a, b in zip([0, *places], [*places, n], strict=True)) and places:
+        if places and any(b <= a for a, b in zip([0, *places], [*places, n], strict=True)):
             raise CheckpointCorruptedError(f"a layout of shape {shape} is cut at {str(places)[:200]}")
     return Layout.from_cuts(shape, cuts)
