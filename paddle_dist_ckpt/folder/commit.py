@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ..errors import CheckpointError, DurabilityUnknownError
+from ..errors import CheckpointError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import metadata_name, parse_data_file, parse_temporary
@@ -31,7 +31,7 @@ __all__ = [
     "give_up",
     "in_folder",
     "publish",
-    "publish_metadata",
+    "publish_under",
     "remove_saves",
     "seal",
 ]
@@ -140,39 +140,38 @@ def publish(lease: Lease, metadata: Metadata, value_cost: int) -> int:
         data = encode_metadata(msgspec.structs.replace(metadata, unique_id=unique_id), value_cost)
         # IMPORTANT: the claim is looked at when the content has its temporary name, and not before. Who takes this
         # save for dead removes first the claim and then that name, so one of the two stops the commit.
-        try:
-            if publish_metadata(storage, unique_id, data, lease.temporary, not lease.automatic, lease.confirm):
-                return unique_id
-        except FileNotFoundError:  # the name under which it was complete
-            lease.check_held()
-            raise
+        if publish_under(lease, unique_id, data, not lease.automatic, lease.confirm):
+            return unique_id
         unique_id = max(unique_id + 1, next_id(storage.names()))
 
 
-def publish_metadata(
-    storage: Storage, unique_id: int, data: bytes, temporary: str, replace: bool, confirm: Callable[[], None]
-) -> bool:
-    """Publish a `.metadata`; returns False if its name is taken and it may not replace anything.
+def publish_under(lease: Lease, unique_id: int, data: bytes, replace: bool, confirm: Callable[[], None]) -> bool:
+    """Publish a `.metadata` under a lease; returns False if its name is taken and it may not replace anything.
 
     Raises:
+        CheckpointError: the lease is lost; or ``confirm`` raised it.
+        DurabilityUnknownError: it is published, or may be, but a crash of the machine might undo that.
         OSError: it is not published.
-        DurabilityUnknownError: it is, or may be, but a crash of the machine might undo that.
     """
-    begun: list[bool] = []
+    storage, begun = lease.storage, list[bool]()
 
     def confirm_and_begin() -> None:
         confirm()
         begun.append(True)
 
     try:
-        return storage.publish(metadata_name(unique_id), data, temporary, replace, confirm_and_begin)
-    except OSError as error:
+        return storage.publish(metadata_name(unique_id), data, lease.temporary, replace, confirm_and_begin)
+    except CheckpointTimeoutError:  # says itself what may have become of it
+        raise
+    except Exception as error:  # of memory that is used up, for one, or of a storage of its own kind
         what = _what_became(storage, unique_id, data) if begun else None
         if what is None:
+            if isinstance(error, FileNotFoundError):  # the name under which it was complete
+                lease.check_held()
             raise
         raise DurabilityUnknownError(
             f"{what} as id {unique_id} to {storage.location}, its durability unknown: a crash of the machine might "
-            f"undo it, for it ended with: {error}",
+            f"undo it, for it ended with: {_said(error)}",
             storage.location,
             unique_id,
         ) from error
@@ -184,8 +183,14 @@ def _what_became(storage: Storage, unique_id: int, data: bytes) -> str | None:
         return "committed" if storage.read(metadata_name(unique_id), len(data) + 1) == data else None
     except FileNotFoundError:
         return None
-    except OSError as error:
-        return f"perhaps committed (which cannot be seen: {error})"
+    except CheckpointTimeoutError:
+        raise
+    except Exception as error:
+        return f"perhaps committed (which cannot be seen: {_said(error)})"
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 class Aftermath(msgspec.Struct, frozen=True):

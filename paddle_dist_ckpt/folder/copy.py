@@ -22,7 +22,7 @@ from ..files.runs import open_data_file
 from ..storage.base import Storage, WritableFile
 from .checkpoint import Restarts, check_sizes, read_checkpoint
 from .claims import EXPIRY, claimed_saves
-from .commit import aftermath, finish, in_folder, publish_metadata, remove_saves, seal
+from .commit import aftermath, finish, in_folder, publish_under, remove_saves, seal
 from .delete import check_native
 from .foreign import Format, look
 from .ids import committed_saves
@@ -76,6 +76,7 @@ def _copy_claimed(
         lease.take_on(metadata.save_id)  # who finds the claim after a crash removes what was copied by then
         with Progress("copy", sum(info.size for info in metadata.files), progress, True) as bar:
             for file, info in enumerate(metadata.files):
+                lease.check_held()  # or else nobody knows of what is made from here on
                 made.append(info.name)  # before it is there: what fails may have made it
                 with closing(_create(out, info.name, made)) as target:
                     _copy_file(source, metadata, file, target, bar)
@@ -86,9 +87,13 @@ def _copy_claimed(
             lease.confirm()
             # IMPORTANT: in this order. Who had its claim until just now has removed by then what it has removed.
             _check_unclaimed(lease, metadata)
-            check_sizes(out, metadata, range(len(metadata.files)))
+            try:
+                check_sizes(out, metadata, range(len(metadata.files)))
+            except CheckpointCorruptedError:
+                lease.check_held()
+                raise
 
-        if not publish_metadata(out, metadata.unique_id, data, lease.temporary, False, confirm):
+        if not publish_under(lease, metadata.unique_id, data, False, confirm):
             raise CheckpointError(f"{out.location}/{metadata_name(metadata.unique_id)} appeared meanwhile")
     except BaseException:
         lease.stop()
@@ -114,8 +119,11 @@ def _undo(lease: Lease, metadata: Metadata, made: list[str]) -> None:
     Who has taken this copy for dead has removed its claim and files. What has their names now may be another copy's.
     """
     out = lease.storage
-    ours = lease.name in out.names() or metadata.save_id not in claimed_saves(out)
-    if ours and metadata.save_id not in committed_saves(out):
+    ours = lease.is_held() or metadata.save_id not in claimed_saves(out)
+    if not ours:  # and whoever else speaks of it may have removed by then what it has found
+        if not set(out.names()).isdisjoint(made):
+            lease.speak_again([metadata.save_id])
+    elif metadata.save_id not in committed_saves(out):
         for name in made:
             out.delete(name)
 

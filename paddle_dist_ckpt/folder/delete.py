@@ -131,15 +131,17 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         DurabilityUnknownError: it is gone, but a crash of the machine might undo that, so its data files stay.
     """
     lease = removal_lease(storage, unique_id, automatic=False)
-    ours: list[str] = []  # unless somebody has begun to remove that before
+    ours: list[str] = []  # what is to go, unless somebody has begun to remove it before
     try:
         lease.check_alone()
-        needed = _needed_by_others(storage, unique_id)
-        if save_id not in needed and save_id not in lease.doomed:
-            ours.append(save_id)
-            lease.take_on(save_id)  # who finds the claim after a crash goes on with this
         # IMPORTANT: what these say is known; a save that ends from here on may leave another one, to others than this.
-        claims = [name for name, claim in lease.others(unique_id).items() if claim.done and not claim.deletes]
+        over = {name: claim for name, claim in lease.others(unique_id).items() if claim.done and not claim.deletes}
+        theirs = {save for claim in over.values() for save in (claim.replaces, *claim.own) if save is not None}
+        # IMPORTANT: looked at after the claims, as what one of them speaks of may be committed under another id by now.
+        needed = _needed_by_others(storage, unique_id)
+        ours += sorted({save_id, *theirs} - needed - {*lease.doomed})
+        if ours:
+            lease.take_on(*ours)  # who finds the claim after a crash goes on with this
         lease.confirm()
         if lease.replaces != save_id:
             raise CheckpointError(
@@ -167,7 +169,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
                 unique_id,
             ) from error
         raise
-    return Deletion(lease, saves, claims)
+    return Deletion(lease, saves, list(over))
 
 
 def _end_failed(

@@ -294,7 +294,7 @@ class Lease:
         return next((found for found in deleters if not is_expired(self.storage, found[0], now)), None)
 
     def others(self, unique_id: int) -> dict[str, Claim]:
-        """The other claims of an id, by name: of saves that set out for it, or that are committed under it."""
+        """The other claims of an id, by name: of saves that set out for it and are under no other, or that are."""
         found: dict[str, Claim] = {}
         claims = claims_in(self.storage)
         for name, parsed in claims.items():
@@ -303,7 +303,7 @@ class Lease:
                 continue
             with suppress(FileNotFoundError):
                 record = record_of(self.storage, name, parsed)
-                if unique_id in (parsed.unique_id, record.committed_as):
+                if unique_id == (parsed.unique_id if record.committed_as is None else record.committed_as):
                     found[name] = record
         return found
 

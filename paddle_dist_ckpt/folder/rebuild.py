@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
 from typing import NamedTuple
 
@@ -25,8 +25,8 @@ from ..files.names import metadata_name, parse_data_file
 from ..files.room import Room, bytes_on_disk
 from ..storage.base import Storage
 from .catalogs import ids_beside
-from .claims import claimed_saves
-from .commit import publish_metadata
+from .claims import EXPIRY, claimed_saves
+from .commit import publish_under
 from .delete import Deletion, removal_lease
 from .foreign import Format, look
 from .ids import metadata_ids, next_id, save_of
@@ -85,24 +85,35 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
     lease = removal_lease(storage, metadata.unique_id, automatic=False)
     try:
         lease.check_alone(everywhere=False)
-        there = set(storage.names())
-        if metadata.save_id in lease.doomed or not there.issuperset(file.name for file in metadata.files):
-            raise CheckpointError(f"{storage.location}: save {metadata.save_id} has been removed meanwhile")
+        _check_there(storage, metadata, lease.doomed)
         replace = _is_damaged(storage, metadata.unique_id)
 
         def confirm() -> None:
             lease.confirm()
             if metadata.save_id in _committed(storage):
                 raise CheckpointError(f"{storage.location}: save {metadata.save_id} has its .metadata again meanwhile")
+            # IMPORTANT: in this order. Who had its claim until just now has removed by then what it has removed.
+            if (claim := lease.rival(metadata.save_id)) is not None:
+                raise CheckpointError(
+                    f"{storage.location}: save {metadata.save_id} is being removed, or put there, as {claim} says; "
+                    f"{EXPIRY}"
+                )
+            _check_there(storage, metadata, [])
 
         # The temporary name is this claim's own: whoever finds the claim expired removes that, too.
-        if not publish_metadata(storage, metadata.unique_id, data, lease.temporary, replace, confirm):
+        if not publish_under(lease, metadata.unique_id, data, replace, confirm):
             raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
             lease.withdraw()
         raise
     Deletion(lease, lease.doomed).finish()
+
+
+def _check_there(storage: Storage, metadata: Metadata, doomed: Collection[str]) -> None:
+    """Refuse a save of which files are gone, or about to be."""
+    if metadata.save_id in doomed or not set(storage.names()).issuperset(file.name for file in metadata.files):
+        raise CheckpointError(f"{storage.location}: save {metadata.save_id} has been removed meanwhile")
 
 
 def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[_DataFile]], dict[str, str]]:

@@ -872,7 +872,7 @@ def test_a_copy_that_was_taken_for_dead_removes_what_it_has_made_after_that(tmp_
             remove_saves(lease.storage, lease.doomed)
             lease.end()
 
-    with pytest.raises(CheckpointError, match="is gone before it could be committed"):
+    with pytest.raises(CheckpointError, match="another save took this one"):
         copy_checkpoint(tmp_path / "a", FaultyStorage(folder, take_over))
     assert taken
     assert files_in(folder) == {}
