@@ -187,7 +187,12 @@ def _facts(matched: Matched, found: Sequence[Difference]) -> ComparisonFacts:
             part = part or Difference(tensor)
             sums = part.differing, part.max_abs, part.max_rel, (part.nan_a, part.nan_b)
             tensors.append(TensorChange(one.key(a), (shape, shape), dtypes, whole(shape).size, *sums))
-    values = [change for a, b in matched.others if (change := _value_change(one, a, other, b)) is not None]
+    left, right = one.values(list(matched.others.a)), other.values(list(matched.others.b))
+    changes = (
+        _value_change(one.key(a), one.is_tensor(a) or other.is_tensor(b), *found)
+        for (a, b), *found in zip(matched.others, left, right, strict=True)
+    )
+    values = [change for change in changes if change is not None]
     pairs = len(matched.alike) + len(matched.unlike) + len(matched.others)
     only, unread = (matched.only_in_a, matched.only_in_b), (matched.unread_in_a, matched.unread_in_b)
     return ComparisonFacts(
@@ -204,9 +209,9 @@ def _facts(matched: Matched, found: Sequence[Difference]) -> ComparisonFacts:
     )
 
 
-def _value_change(one: Held, a: int, other: Held, b: int) -> ValueChange | None:
-    key, left, right = one.key(a), one.value(a), other.value(b)
-    if not one.is_tensor(a) and not other.is_tensor(b):
+def _value_change(key: str, is_tensor: bool, left: Any, right: Any) -> ValueChange | None:
+    """What has become of a value; ``is_tensor`` if that is a tensor on one side."""
+    if not is_tensor:
         try:
             same = encode_value(left, key) == encode_value(right, key)  # NaN is NaN there, and 1 is not True
         except CheckpointError:  # of another format, and of a kind that this library does not store

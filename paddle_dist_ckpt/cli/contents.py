@@ -28,6 +28,7 @@ __all__ = [
     "ValueContent",
     "examples_text",
     "find_content",
+    "known",
     "read_edges",
     "read_region",
     "read_value",
@@ -139,6 +140,11 @@ def read_value(storage: Storage, metadata: Metadata, content: ValueContent) -> A
         with decoding(content.key):
             return from_jsonable(content.tree)
     (value,) = read_values(storage, metadata, [content.row])
+    return known(value)
+
+
+def known(value: Any) -> Any:
+    """One of :func:`..folder.boxes.read_values`, if it is none that is damaged."""
     if isinstance(value, CheckpointCorruptedError):
         raise value
     return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +12,11 @@ from ..core.dtypes import DType
 from ..core.layouts import Layout
 from ..core.shards import Kind
 from ..files.metadata import Metadata
+from ..folder.boxes import read_values
 from ..folder.checkpoint import unless_replaced
 from ..storage.base import Storage
 from ..tree.paths import plain_key
-from .contents import ValueContent, read_value
+from .contents import ValueContent, known, read_value
 from .inspection import matches
 
 __all__ = ["Held", "Matched", "Side", "SideFacts"]
@@ -101,14 +102,24 @@ class Held:
         """A tensor's element type."""
         return self.metadata.table.dtypes[tensor]
 
-    def value(self, leaf: int) -> Any:
-        """A value; of a tensor what it is, in words."""
-        if self.is_tensor(leaf):
-            return f"a tensor of shape {self.shape(leaf)}, {self.dtype(leaf).name}"
-        path, rows = self.paths[leaf], len(self.metadata.table.paths)
-        row, tree = (leaf, None) if leaf < rows else (None, self.metadata.value_records[leaf - rows][1])
+    def values(self, leaves: Sequence[int]) -> Iterator[Any]:
+        """Values, read many at a time; of a tensor what it is, in words.
+
+        Raises:
+            CheckpointCorruptedError: one is damaged.
+        """
+        rows = len(self.metadata.table.paths)
         with self.unless_replaced():
-            return read_value(self.storage, self.metadata, ValueContent(self.metadata.key(path), row, tree))
+            in_files = [leaf for leaf in leaves if leaf < rows and not self.is_tensor(leaf)]
+            stored = read_values(self.storage, self.metadata, in_files)
+            for leaf in leaves:
+                if self.is_tensor(leaf):
+                    yield f"a tensor of shape {self.shape(leaf)}, {self.dtype(leaf).name}"
+                elif leaf < rows:
+                    yield known(next(stored))
+                else:
+                    key, tree = self.metadata.key(self.paths[leaf]), self.metadata.value_records[leaf - rows][1]
+                    yield read_value(self.storage, self.metadata, ValueContent(key, None, tree))
 
     def unless_replaced(self) -> AbstractContextManager[None]:
         """See :func:`..folder.checkpoint.unless_replaced`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -37,6 +38,8 @@ __all__ = ["BoxReader", "read_json", "read_values"]
 Array = npt.NDArray[Any]
 _Wanted = dict[int, tuple[StoredEntry, list[Consumer]]]
 _TOGETHER = 1 << 13  # overlaps for which there are objects at a time
+_VALUES, _VALUE_BYTES = 1024, 1 << 20  # that are read together at the most
+_MANY_DAMAGED = 64  # values
 _PLANNED = 1 << 18  # overlaps for which there is a plan at a time, about
 
 
@@ -374,20 +377,37 @@ def read_values(storage: Storage, metadata: Metadata, rows: Sequence[int]) -> It
 def read_json(
     storage: Storage, metadata: Metadata, rows: Sequence[int]
 ) -> Iterator[Bytes1D | CheckpointCorruptedError]:
-    """The same, as JSON."""
+    """The same, as JSON. Small ones are read many at a time, and by halves if some of them are damaged; where a great
+    many are, the others that were read with them count as damaged, too."""
     if not rows:
         return
-    table = metadata.table
+    table, damaged = metadata.table, 0
     shapes = [table.shape_of(row) for row in rows]
-    with BoxReader(storage, metadata, rows, list(map(whole, shapes))) as reader:
-        for place, (row, shape) in enumerate(zip(rows, shapes, strict=True)):
-            key, dtype = metadata.key(table.paths[row]), table.dtypes[row]
-            data = zeros_of(shape, dtype.raw, key)
-            try:
-                if dtype.name != "uint8" or len(shape) != 1:
+
+    def read(places: range) -> list[Bytes1D | CheckpointCorruptedError]:
+        nonlocal damaged
+        data = []
+        try:
+            for place in places:
+                key, dtype = metadata.key(table.paths[rows[place]]), table.dtypes[rows[place]]
+                if dtype.name != "uint8" or len(shapes[place]) != 1:
                     raise CheckpointCorruptedError(f"{key}: a stored value that is not a row of bytes")
-                reader.read([place], [data])
-            except CheckpointCorruptedError as error:
-                yield error
-            else:
-                yield data
+                data.append(zeros_of(shapes[place], dtype.raw, key))
+            reader.read(places, data)
+        except CheckpointCorruptedError as error:
+            if len(places) == 1 or damaged > _MANY_DAMAGED:
+                damaged += len(places)
+                return [error] * len(places)
+            half = len(places) // 2
+            return read(places[:half]) + read(places[half:])
+        return list(data)
+
+    stops = np.cumsum(list(map(math.prod, shapes)))
+    with BoxReader(storage, metadata, rows, list(map(whole, shapes))) as reader:
+        first = 0
+        while first < len(rows):
+            before = int(stops[first - 1]) if first else 0
+            end = int(np.searchsorted(stops, before + _VALUE_BYTES, side="right"))
+            last = min(max(end, first + 1), first + _VALUES)
+            yield from read(range(first, last))
+            first = last

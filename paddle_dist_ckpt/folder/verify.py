@@ -149,7 +149,7 @@ def check_values(storage: Storage, metadata: Metadata, part: slice = slice(None)
     try:
         rows = stored[~np.isin(stored, _not_exact(metadata))].tolist()[part]
         found = read_values(storage, metadata, rows)
-        problems += [str(value) for value in found if isinstance(value, CheckpointCorruptedError)]
+        problems += dict.fromkeys(str(value) for value in found if isinstance(value, CheckpointCorruptedError))
     except CheckpointTimeoutError:
         raise
     except (OSError, CheckpointError) as error:

@@ -55,13 +55,19 @@ _ACCUMULATORS = (
     *("learning_rates", "master_weight"),
 )
 _OF_RUN = re.compile(r"_\d+\.[wb]_\d+(?:\.dist)?_\w+_\d+$")
-_PARAMETER_OF_RUN = re.compile(r"([^./]*_\d+\.[wb]_\d+)(?:\.dist)?_\w+_\d+$")
+# Tried once where a run of other signs begins, as from anywhere in it the same is found, in quadratic time.
+_PARAMETER_OF_RUN = re.compile(r"(?<![^./])([^./]*_\d+\.[wb]_\d+)(?:\.dist)?_\w+_\d+$")
 _ACCUMULATOR_OF_RUN = re.compile(rf"_(?:fp32_master|{'|'.join(_ACCUMULATORS)})_\d+(?:\.dist)?$")
 _LEARNING_RATE = re.compile(r"/learning_rate_\d+$")
 _STRUCTURED = re.compile(rf"\.(?:({'|'.join(_ACCUMULATORS)})(?:_0)?|w_0)$")
 _NUMBER = r"_\d+(?:\.dist)?(?:_deepcopy_\d+(?:\.dist)?)*"
 # What follows a parameter's name. A copy of the parameter has a name that continues likewise, but is another parameter.
 _REST = re.compile(rf"(?:_fp32_master{_NUMBER})?(?:_(?!deepcopy_\d)([^\W\d]\w*?){_NUMBER})?")
+
+
+_LONGEST_NAME, _LONGEST_REST = 1024, 128
+"""Characters of a variable's name, and of what follows its parameter's: what is longer Paddle has not made, and to look
+at each beginning of it takes quadratic time."""
 
 
 class OptimizerVariable(NamedTuple):
@@ -269,20 +275,28 @@ def may_end_in_name(path: str) -> bool:
 
 
 def _parse(key: str, parameters: Mapping[str, object]) -> VariableOfRun | None:
-    end = key.rfind("_")
+    if len(key) > _LONGEST_NAME:
+        return None
+    first = max(0, len(key) - _LONGEST_REST)
+    end = key.rfind("_", first)
     while end > 0:
         parameter = _table_name(key[:end], parameters)
         if parameter is not None:
             accumulator = _accumulator(key[end:])
             if accumulator:
                 return VariableOfRun(parameter, accumulator)
-        end = key.rfind("_", 0, end)
+        end = key.rfind("_", first, end)
     return None
 
 
-@lru_cache(maxsize=4096)
 def _accumulator(rest: str) -> str:
-    """Which accumulator what follows a parameter's name is of; none is "". The same few follow all the names."""
+    """Which accumulator what follows a parameter's name is of; none is ""."""
+    return _accumulator_of(rest) if len(rest) <= _LONGEST_REST else ""
+
+
+@lru_cache(maxsize=4096)
+def _accumulator_of(rest: str) -> str:
+    """The same of what is not too long. The same few follow all the names."""
     match = _REST.fullmatch(rest)
     return "" if match is None else match[1] or _MASTER
 

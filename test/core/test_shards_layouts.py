@@ -87,6 +87,19 @@ def test_boxes_of_all_layouts_stand_one_behind_the_other(table: ShardTable, dime
     assert of_all.take(some).table.tolist() == boxes.take(some).table.tolist()
 
 
+def test_dimensions_that_are_not_cut_share_their_edges() -> None:
+    one, other = (Layout.from_cuts((3, n, 3), [[], [1], []]) for n in (4, 5))
+    for grid in (one.parts, other.parts):
+        assert isinstance(grid, layouts.Grid)
+        assert [column.tolist() for column in grid.starts] == [[0], [0, 1], [0]]
+        assert grid.starts[0] is grid.starts[2]
+        assert grid.lengths[0] is grid.lengths[2]
+    assert one.parts.lengths[0] is other.parts.lengths[0]
+    assert [column.tolist() for column in other.parts.lengths] == [[3], [1, 4], [3]]
+    assert other.parts.volumes.tolist() == [9, 36]
+    assert Layout.from_cuts((), []).parts is Layout.from_cuts((), []).parts
+
+
 @pytest.mark.parametrize("width", [2**31, 2**53 + 1])
 def test_sizes_are_exact_above_what_a_float_counts(width: int) -> None:
     layout = Layout.from_cuts((width,), [[1]])

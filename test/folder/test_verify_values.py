@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 
 from paddle_dist_ckpt import verify
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointReplacedError
+from paddle_dist_ckpt.folder.boxes import BoxReader, read_values
+from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
+from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.cli.commands import answer
 from test.jobs import data_files, load_alone, load_whole, make_array, same_bits, save_alone
@@ -44,6 +48,36 @@ def test_good_values_are_none(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"/v": text_entry(b"[1,2] ")}, [("/n", b"5")])
     assert verify(tmp_path).ok
     assert load_whole(tmp_path) == {"v": [1, 2], "n": 5}
+
+
+@pytest.mark.parametrize(("count", "damaged"), [(300, [7]), (300, [0, 5, 299]), (2500, range(0, 2500, 2)), (1, [0])])
+def test_a_damaged_value_among_many_is_told_from_the_others(tmp_path: Path, count: int, damaged: Sequence[int]) -> None:
+    write_checkpoint(tmp_path, {f"/v/{i:04}": text_entry(b"%4d" % i) for i in range(count)})
+    (file,) = data_files(tmp_path)
+    with file.open("r+b") as data:
+        for i in damaged:
+            at = file.read_bytes().index(b"%4d" % i, file.stat().st_size - 4 * count)
+            data.seek(at)
+            data.write(b"1e99")
+    storage = LocalStorage(tmp_path)
+    found = list(read_values(storage, read_checkpoint(storage, 0), range(count)))
+    wrong = [i for i, value in enumerate(found) if isinstance(value, CheckpointCorruptedError)]
+    assert set(wrong) >= set(damaged)
+    assert {str(found[i]).partition(":")[0] for i in wrong} <= {f"v.{i:04}" for i in damaged}
+    if len(damaged) < 64:
+        assert wrong == list(damaged)
+        assert [value for i, value in enumerate(found) if i not in wrong] == [i for i in range(count) if i not in wrong]
+    assert len(verify(tmp_path).problems) >= min(len(damaged), 64)
+
+
+def test_many_values_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, {f"/v/{i:04}": text_entry(b"%d" % i) for i in range(2000)})
+    reads, read = list[int](), BoxReader.read
+    monkeypatch.setattr(BoxReader, "read", lambda self, rows, *args: reads.append(len(rows)) or read(self, rows, *args))
+    assert verify(tmp_path).ok
+    assert reads == [1024, 976]
+    assert answer("diff", tmp_path, tmp_path)["equal"]
+    assert len(reads) == 6
 
 
 def replacing(folder: Path, times: int) -> FaultyStorage:

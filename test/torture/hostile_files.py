@@ -143,6 +143,31 @@ def _long_keys(part: str, size: int, count: int) -> Callable[[Path], None]:
     return lambda folder: write_checkpoint(folder, {"/w": Entry([4], [[]])}, [(key, b"1") for key in keys])
 
 
+def _named(part: str, size: int, count: int) -> Callable[[Path], None]:
+    """Tensors, rather than values, of such keys."""
+    keys = [f"/optimizer/{i:05}{part * (size // len(part))}moment1_0" for i in range(count)]
+    return lambda folder: write_checkpoint(folder, {key: Entry([], [], "uint8") for key in keys})
+
+
+def _own_layouts(shape: Sequence[int], count: int) -> Callable[[Path], None]:
+    """Tensors that share no layout."""
+    entry = Entry(list(shape), [[]] * len(shape), "uint8")
+    return lambda folder: write_checkpoint(folder, {f"/{i:06x}": entry for i in range(count)}, header_entries=False)
+
+
+def _many_values(damaged: bool) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        entries = {f"/v/{i:05}": Entry([1], [[]], "uint8", 2, b"1") for i in range(20_000)}
+        write_checkpoint(folder, entries)
+        if damaged:
+            (file,) = folder.glob("*.safetensors")
+            data = bytearray(file.read_bytes())
+            data[-len(entries) :: 1] = b"2" * len(entries)
+            file.write_bytes(data)
+
+    return write
+
+
 def _nested(folder: Path) -> None:
     text = b"[" * 200_000 + b"]" * 200_000
     write_checkpoint(folder, {"/v": Entry([len(text)], [[]], "uint8", 2, text)}, [("/n", text)])
@@ -200,6 +225,12 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "a key of four megabytes": _long_keys("encoder_", 4_000_000, 1),
     "keys of a thousand letters": _long_keys("encoder_", 1000, 3000),
     "keys of six hundred letters, of many parts": _long_keys("encoder.", 600, 5000),
+    "names of a run of eight thousand letters": _named("w_0_", 8000, 50),
+    "names of a run that may end anywhere": _named("_0", 900, 2000),
+    "a layout for each of many tensors of two dimensions": _own_layouts([0, 1], 20_000),
+    "a layout for each of many tensors of thirty-two": _own_layouts([0] + [1] * 31, 4000),
+    "a great many values in a data file": _many_values(damaged=False),
+    "a great many damaged values in a data file": _many_values(damaged=True),
     "brackets without end": _nested,
     "a huge world_size": _changed("world_size", 10**4000),
     "a huge file": _changed("files", [[f"0_0.{'5' * 16}.0.safetensors", 10**30, "5" * 16]]),
@@ -245,6 +276,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "load by two": _into_targets,
     "inspect": lambda folder: _run("inspect", folder),
     "load other keys": lambda folder: load_alone({f"encoder{c}": np.zeros(1) for c in string.ascii_letters}, folder),
+    "load a name of a run": lambda folder: load_alone({"linear_0.w_0_moment1_0": np.zeros(1)}, folder),
     "cat": lambda folder: _run("cat", folder, "w"),
     "cat value": lambda folder: _run("cat", folder, "v"),
     "cat value in JSON": lambda folder: _run("cat", folder, "v", "--json"),

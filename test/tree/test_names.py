@@ -246,6 +246,33 @@ def test_names_in_their_order_are_parsed_as_each_alone() -> None:
     assert found > 500
 
 
+def test_very_long_names_take_linear_time() -> None:
+    start = time.process_time()
+    for part in ("w_0_", "_0", "_0_deepcopy", ".w_0", "0"):
+        key = f"/optimizer/linear_0.w_0{part * (200_000 // len(part))}_moment1_0"
+        table = names_module.Names(["/model/w", key], ["linear_0.w_0", None])
+        assert table.of_run(key) is None
+        names_module.parameter_of_run(key)
+        names_module.may_be_of_run(key)
+    assert time.process_time() - start < 2, "it takes a few hundredths of a second"
+
+
+@pytest.mark.parametrize(
+    ("key", "parameter"),
+    [
+        ("linear_0.w_0_moment1_0", "linear_0.w_0"),
+        ("d.linear_0.w_0.dist_moment1_0", "linear_0.w_0"),
+        ("a/b_x_0.b_12_beta1_pow_acc_0", "b_x_0.b_12"),
+        ("x_0_y_0.w_0_m_0", "x_0_y_0.w_0"),
+        ("_0.w_0_m_0", "_0.w_0"),
+        ("x.w_0_m_0", None),
+        ("linear_0.w_0", None),
+    ],
+)
+def test_the_parameter_of_a_name_of_a_run(key: str, parameter: str | None) -> None:
+    assert names_module.parameter_of_run(key) == parameter
+
+
 def test_a_name_behind_its_parameters_is_seen_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
     parse = names_module._parse
