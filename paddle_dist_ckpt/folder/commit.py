@@ -133,7 +133,7 @@ def publish(lease: Lease, metadata: Metadata, value_cost: int) -> int:
 
     Raises:
         CheckpointError: the lease is lost: another save took this one for dead.
-        DurabilityUnknownError: see :func:`publish_metadata`.
+        DurabilityUnknownError: see :func:`publish_under`.
     """
     storage, unique_id = lease.storage, lease.unique_id
     while True:

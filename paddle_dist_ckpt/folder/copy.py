@@ -68,6 +68,7 @@ def _copy_claimed(
     """See :func:`_copy`; ``begun`` gets the lease."""
     lease = in_folder(out, lambda: Lease(out, metadata.unique_id, automatic=True, made=begun))
     made: list[str] = []
+    unseen: list[str] = []  # of these, what somebody who takes this copy for dead may not find
     try:
         remove_saves(out, lease.doomed)
         lease.doomed.clear()
@@ -76,9 +77,12 @@ def _copy_claimed(
         lease.take_on(metadata.save_id)  # who finds the claim after a crash removes what was copied by then
         with Progress("copy", sum(info.size for info in metadata.files), progress, True) as bar:
             for file, info in enumerate(metadata.files):
-                lease.check_held()  # or else nobody knows of what is made from here on
+                lease.check_held()
                 made.append(info.name)  # before it is there: what fails may have made it
+                unseen.append(info.name)
                 with closing(_create(out, info.name, made)) as target:
+                    lease.check_held()  # who takes it removes the claim first, and what is there then
+                    unseen.clear()
                     _copy_file(source, metadata, file, target, bar)
                     target.sync()
         seal(out, metadata.files)
@@ -98,7 +102,7 @@ def _copy_claimed(
     except BaseException:
         lease.stop()
         with suppress(OSError, CheckpointError):  # a later save does what is left to do
-            _undo(lease, metadata, made)
+            _undo(lease, metadata, made, unseen)
             out.delete(lease.temporary)
             lease.withdraw(metadata.save_id)
         raise
@@ -113,15 +117,15 @@ def _create(out: Storage, name: str, made: list[str]) -> WritableFile:
         raise CheckpointError(f"{out.location}/{name} is being put there by somebody else; {EXPIRY}") from None
 
 
-def _undo(lease: Lease, metadata: Metadata, made: list[str]) -> None:
+def _undo(lease: Lease, metadata: Metadata, made: list[str], unseen: list[str]) -> None:
     """Remove what was copied, unless it turns out to be committed, or to be somebody else's.
 
     Who has taken this copy for dead has removed its claim and files. What has their names now may be another copy's.
     """
     out = lease.storage
     ours = lease.is_held() or metadata.save_id not in claimed_saves(out)
-    if not ours:  # and whoever else speaks of it may have removed by then what it has found
-        if not set(out.names()).isdisjoint(made):
+    if not ours:
+        if not set(out.names()).isdisjoint({*made}.intersection(unseen)):
             lease.speak_again([metadata.save_id])
     elif metadata.save_id not in committed_saves(out):
         for name in made:

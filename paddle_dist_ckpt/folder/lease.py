@@ -382,9 +382,14 @@ class Lease:
             CheckpointError: somebody is, or died less than a few minutes ago.
         """
         here = self.others(self.unique_id)
-        claims = claims_in(self.storage) if everywhere else here
+        claims = claims_in(self.storage) if everywhere else {}
+        for name, parsed in claims.items():
+            if parsed.unique_id == self.unique_id and name not in here:
+                with suppress(FileNotFoundError):  # of a save that is committed under another id
+                    here[name] = record_of(self.storage, name, parsed)
         ours = {claim_name(self.unique_id, save) for save in self._ids}
-        others = [name for name in claims if name not in ours and not self._is_harmless(name, here.get(name))]
+        names = claims if everywhere else here
+        others = [name for name in names if name not in ours and not self._is_harmless(name, here.get(name))]
         if others and others[0] in self._stuck:
             raise StuckClaimError(
                 f"{self.storage.location} has the claim of a dead save, {others[0]}, which cannot be read or removed "

@@ -94,10 +94,8 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
                 raise CheckpointError(f"{storage.location}: save {metadata.save_id} has its .metadata again meanwhile")
             # IMPORTANT: in this order. Who had its claim until just now has removed by then what it has removed.
             if (claim := lease.rival(metadata.save_id)) is not None:
-                raise CheckpointError(
-                    f"{storage.location}: save {metadata.save_id} is being removed, or put there, as {claim} says; "
-                    f"{EXPIRY}"
-                )
+                what = f"save {metadata.save_id} is being removed, put there or rebuilt"
+                raise CheckpointError(f"{storage.location}: {what}, as {claim} says; {EXPIRY}")
             _check_there(storage, metadata, [])
 
         # The temporary name is this claim's own: whoever finds the claim expired removes that, too.

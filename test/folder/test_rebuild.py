@@ -287,16 +287,16 @@ def test_nothing_is_rebuilt_beside_a_save(tmp_path: Path, monkeypatch: pytest.Mo
     other[0].end()
     assert files_in(tmp_path) == before
 
-    def publishing(storage: LocalStorage, *args: Any) -> bool:
-        save = Lease(storage, 4, automatic=True)
+    def publishing(lease: Lease, *args: Any) -> bool:
+        save = Lease(lease.storage, 4, automatic=True)
         (claim,) = save.others(3).values()  # as the save sees it, which waits then
         assert claim.deletes
         save.end()
-        return publish(storage, *args)
+        return publish(lease, *args)
 
-    publish = rebuild.publish_metadata
+    publish = rebuild.publish_under
     monkeypatch.setattr(rebuild, "problems_of", real)
-    monkeypatch.setattr(rebuild, "publish_metadata", publishing)
+    monkeypatch.setattr(rebuild, "publish_under", publishing)
     assert rebuilt(tmp_path).unique_id == 3
     assert not list(tmp_path.glob("3.*.claim*"))
     assert list_checkpoints(tmp_path) == [3]
