@@ -9,19 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from paddle_dist_ckpt import list_checkpoints
+from paddle_dist_ckpt import list_checkpoints, read_metadata
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, DurabilityUnknownError
+from paddle_dist_ckpt.files.names import claim_name
 from paddle_dist_ckpt.folder import copy as copy_module
 from paddle_dist_ckpt.folder import rebuild as rebuild_module
+from paddle_dist_ckpt.folder.claims import Claim
 from paddle_dist_ckpt.folder.copy import copy
-from paddle_dist_ckpt.folder.delete import delete
+from paddle_dist_ckpt.folder.delete import begin_deletion, delete
 from paddle_dist_ckpt.folder.rebuild import rebuild
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.folder.test_claims import FreezingStorage, check_holds, state
-from test.jobs import Killed, age_claims, data_files, save_alone, save_on, try_save
+from test.jobs import Killed, age_claims, data_files, files_in, save_alone, save_on, try_save
 from test.waiting import PATIENCE
 
 
@@ -132,6 +135,32 @@ def test_what_is_just_being_deleted_is_not_rebuilt(tmp_path: Path) -> None:
     rebuild_with(tmp_path, meanwhile)
     assert len(refused) == 1
     check_left(tmp_path, {})
+
+
+def test_what_is_removed_before_the_last_look_is_not_rebuilt(tmp_path: Path) -> None:
+    save_alone(state(1), tmp_path, 0)
+    (tmp_path / "0.metadata").unlink()
+
+    def is_metadata(name: str) -> bool:
+        return name == "0.metadata"
+
+    hook = when("publish", is_metadata, lambda: data_files(tmp_path)[0].unlink())
+    with pytest.raises(CheckpointError, match="has been removed meanwhile"):
+        rebuild(FaultyStorage(tmp_path, hook), None, False)
+    assert files_in(tmp_path) == {}
+
+
+def test_a_deletion_removes_nothing_that_is_committed_under_another_id(tmp_path: Path) -> None:
+    """Not from the folders of other hosts either, where nobody sees what is committed."""
+    for number in range(2):
+        save_alone(state(number), tmp_path, number)
+    first, second = (read_metadata(tmp_path, number).save_id for number in range(2))
+    claim = Claim(first, second, [], done=True)
+    (tmp_path / claim_name(0, first)).write_bytes(msgspec.json.encode(claim))
+    deletion = begin_deletion(LocalStorage(tmp_path), 0, first)
+    assert deletion.saves == [first]
+    assert deletion.finish()
+    check_left(tmp_path, {1: 1})
 
 
 @pytest.mark.parametrize("ends", ["with an error", "killed"])
