@@ -65,9 +65,9 @@ _NUMBER = r"_\d+(?:\.dist)?(?:_deepcopy_\d+(?:\.dist)?)*"
 _REST = re.compile(rf"(?:_fp32_master{_NUMBER})?(?:_(?!deepcopy_\d)([^\W\d]\w*?){_NUMBER})?")
 
 
-_LONGEST_NAME, _LONGEST_REST = 1024, 128
-"""Characters of a variable's name, and of what follows its parameter's: what is longer Paddle has not made, and to look
-at each beginning of it takes quadratic time."""
+_LONGEST_REST = 128
+"""Characters of a variable's name behind that of its parameter. What is longer Paddle has not made, and to look at each
+beginning of it takes quadratic time."""
 
 
 class OptimizerVariable(NamedTuple):
@@ -275,8 +275,6 @@ def may_end_in_name(path: str) -> bool:
 
 
 def _parse(key: str, parameters: Mapping[str, object]) -> VariableOfRun | None:
-    if len(key) > _LONGEST_NAME:
-        return None
     first = max(0, len(key) - _LONGEST_REST)
     end = key.rfind("_", first)
     while end > 0:

@@ -249,9 +249,10 @@ def test_names_in_their_order_are_parsed_as_each_alone() -> None:
 def test_very_long_names_take_linear_time() -> None:
     start = time.process_time()
     for part in ("w_0_", "_0", "_0_deepcopy", ".w_0", "0"):
-        key = f"/optimizer/linear_0.w_0{part * (200_000 // len(part))}_moment1_0"
-        table = names_module.Names(["/model/w", key], ["linear_0.w_0", None])
+        key = f"/optimizer/linear_0.w_0_m{part * (200_000 // len(part))}_moment1_0"
+        table = names_module.Names(["/model/w", key, "/x"], ["linear_0.w_0", None, key.rpartition("/")[2]])
         assert table.of_run(key) is None
+        assert table.variables == {}
         names_module.parameter_of_run(key)
         names_module.may_be_of_run(key)
     assert time.process_time() - start < 2, "it takes a few hundredths of a second"
