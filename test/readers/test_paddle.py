@@ -364,7 +364,7 @@ def test_many_shards_take_time_and_memory_in_proportion(name: str, tmp_path: Pat
 
     start = time.process_time()
     work()
-    assert time.process_time() - start < 1 + 5e-6 * size, "a few times what it takes on a slow machine"
+    assert time.process_time() - start < 2 + 1e-5 * size, "many times what it takes on a quiet machine"
     tracemalloc.start()
     try:
         work()
