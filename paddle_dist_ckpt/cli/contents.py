@@ -18,8 +18,9 @@ from ..core.shards import Kind
 from ..core.text import MOST_KEY, visible
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError
 from ..files.metadata import Metadata
-from ..folder.boxes import BoxReader, read_values
+from ..folder.boxes import BoxReader
 from ..folder.selection import Selection, unread
+from ..folder.stored_values import read_values
 from ..storage.base import Storage
 from ..tree.values import from_jsonable
 from .regions import WINDOW_BYTES, best_along, edges, windows
@@ -144,7 +145,7 @@ def read_value(storage: Storage, metadata: Metadata, content: ValueContent) -> A
 
 
 def known(value: Any) -> Any:
-    """One of :func:`..folder.boxes.read_values`, if it is none that is damaged."""
+    """One of :func:`..folder.stored_values.read_values`, if it is none that is damaged."""
     if isinstance(value, CheckpointCorruptedError):
         raise value
     return value

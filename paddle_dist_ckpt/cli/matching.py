@@ -12,8 +12,8 @@ from ..core.dtypes import DType
 from ..core.layouts import Layout
 from ..core.shards import Kind
 from ..files.metadata import Metadata
-from ..folder.boxes import read_values
 from ..folder.checkpoint import unless_replaced
+from ..folder.stored_values import read_values
 from ..storage.base import Storage
 from ..tree.paths import plain_key
 from .contents import ValueContent, known, read_value

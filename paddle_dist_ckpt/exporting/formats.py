@@ -16,9 +16,9 @@ from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..files.metadata import Metadata, SaveInfo
 from ..files.room import check_values_fit, is_too_much
-from ..folder.boxes import read_json, read_values
 from ..folder.checkpoint import check_sizes
 from ..folder.selection import Selection, select, selected_keys, unread
+from ..folder.stored_values import read_json, read_values
 from ..storage.base import Storage
 from ..tree.paths import flat_keys
 from ..tree.values import from_jsonable

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,27 +17,22 @@ from ..core.boxes import Boxes
 from ..core.buffers import Buffers
 from ..core.cached import cached_property
 from ..core.columns import IntArray, Mask, places_within
-from ..core.decoding import decoding
-from ..core.memory import Bytes1D, address_of, zeros_of
+from ..core.memory import address_of
 from ..core.threads import run_all
 from ..errors import CheckpointCorruptedError
 from ..files.batches import Batch, ItemKind, Kinds
 from ..files.metadata import Metadata
 from ..files.reader import Consumer, StoredEntry, are_holes, clear, entry_tasks, view_at
-from ..files.room import Room, bytes_on_disk
 from ..files.runs import CHUNK_BYTES, OpenFile, Segments, open_data_file
 from ..planning.load_plan import Overlaps, WantedBoxes, plan_load
 from ..storage.base import Storage
-from ..tree.values import decode_value
 from .checkpoint import check_sizes
 
-__all__ = ["BoxReader", "read_json", "read_values"]
+__all__ = ["BoxReader"]
 
 Array = npt.NDArray[Any]
 _Wanted = dict[int, tuple[StoredEntry, list[Consumer]]]
 _TOGETHER = 1 << 13  # overlaps for which there are objects at a time
-_VALUES, _VALUE_BYTES = 1024, 1 << 20  # that are read together at the most
-_MANY_DAMAGED = 64  # values
 _PLANNED = 1 << 18  # overlaps for which there is a plan at a time, about
 
 
@@ -349,65 +342,3 @@ def _cut(shard: IntArray, low: IntArray, high: IntArray, block_bytes: int) -> tu
     counts = -(-(high - low) // step)
     low = low.repeat(counts) + places_within(counts) * step
     return shard.repeat(counts), low, np.minimum(low + step, high.repeat(counts))
-
-
-def read_values(storage: Storage, metadata: Metadata, rows: Sequence[int]) -> Iterator[Any]:
-    """The values that are stored as the entries of these places in the table; in place of one that is damaged, or none,
-    the CheckpointCorruptedError that says so.
-
-    Raises:
-        CheckpointCorruptedError: not all of them are stored, or a file is not there.
-        OSError: reading failed.
-    """
-    table, room = metadata.table, Room(partial(bytes_on_disk, storage, metadata.save_id), metadata.cost)
-    for row, data in zip(rows, read_json(storage, metadata, rows), strict=True):
-        if isinstance(data, CheckpointCorruptedError):
-            yield data
-            continue
-        try:
-            with decoding(metadata.key(table.paths[row])):
-                room.take(data.data)
-                value = decode_value(data.data)
-        except CheckpointCorruptedError as error:
-            yield error
-        else:
-            yield value
-
-
-def read_json(
-    storage: Storage, metadata: Metadata, rows: Sequence[int]
-) -> Iterator[Bytes1D | CheckpointCorruptedError]:
-    """The same, as JSON. Small ones are read many at a time, and by halves if some of them are damaged; where a great
-    many are, the others that were read with them count as damaged, too."""
-    if not rows:
-        return
-    table, damaged = metadata.table, 0
-    shapes = [table.shape_of(row) for row in rows]
-
-    def read(places: range) -> list[Bytes1D | CheckpointCorruptedError]:
-        nonlocal damaged
-        data = []
-        try:
-            for place in places:
-                key, dtype = metadata.key(table.paths[rows[place]]), table.dtypes[rows[place]]
-                if dtype.name != "uint8" or len(shapes[place]) != 1:
-                    raise CheckpointCorruptedError(f"{key}: a stored value that is not a row of bytes")
-                data.append(zeros_of(shapes[place], dtype.raw, key))
-            reader.read(places, data)
-        except CheckpointCorruptedError as error:
-            if len(places) == 1 or damaged > _MANY_DAMAGED:
-                damaged += len(places)
-                return [error] * len(places)
-            half = len(places) // 2
-            return read(places[:half]) + read(places[half:])
-        return list(data)
-
-    stops = np.cumsum(list(map(math.prod, shapes)))
-    with BoxReader(storage, metadata, rows, list(map(whole, shapes))) as reader:
-        first = 0
-        while first < len(rows):
-            before = int(stops[first - 1]) if first else 0
-            end = int(np.searchsorted(stops, before + _VALUE_BYTES, side="right"))
-            last = min(max(end, first + 1), first + _VALUES)
-            yield from read(range(first, last))
-            first = last

@@ -26,8 +26,8 @@ from ..reports import VerifyReport
 from ..storage.base import Storage
 from ..tree.paths import plain_key
 from ..tree.values import from_jsonable
-from .boxes import read_values
 from .checkpoint import Restarts, read_checkpoint
+from .stored_values import read_values
 
 __all__ = [
     "check_file",

@@ -12,8 +12,9 @@ import pytest
 
 from paddle_dist_ckpt import verify
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointReplacedError
-from paddle_dist_ckpt.folder.boxes import BoxReader, read_values
+from paddle_dist_ckpt.folder.boxes import BoxReader
 from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
+from paddle_dist_ckpt.folder.stored_values import read_values
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.cli.commands import answer
