@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 (Paddle needs it, and when the interpreter ends it cannot be imported)
+import itertools
 import os
 import queue
 import sys
@@ -52,48 +53,62 @@ def at_exit() -> bool:
 def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[], None]) -> None:
     """Run the tasks, several at a time. The first that fails ends the rest, and its exception is raised.
 
+    This thread runs tasks as well, and all of them if there is but one: another thread may cost more than a small task.
+
     Args:
         tasks: What to run. Each is taken, by one thread at a time, when a thread is free to run it, and is run then. A
             generator is closed at the end.
         threads: How many threads.
         check: Called between tasks; may raise to stop them.
     """
-    iterator = iter(tasks)
+    iterator, taken = iter(tasks), list[Callable[[], None]]()
     lock, failures, working = threading.Lock(), list[BaseException](), set[int]()
     ended = threading.Condition()
+
+    def take() -> Callable[[], None] | None:
+        with lock:
+            check()
+            if failures:
+                return None
+            return taken.pop(0) if taken else next(iterator, None)
 
     def work() -> None:
         working.add(threading.get_ident())
         try:
             while not failures:
-                with lock:
-                    check()
-                    task = next(iterator, None) if not failures else None
+                task = take()
                 if task is None:
                     return
                 task()
-        except BaseException as error:
+        except Exception as error:
             failures.append(error)
+        except BaseException as error:  # an interruption, if this is the main thread
+            failures.insert(0, error)
         finally:
             with ended:
                 working.remove(threading.get_ident())
                 ended.notify()
 
-    if threads == 1 or at_exit():
-        work()
-    else:
+    try:
+        if threads > 1 and not at_exit():
+            for task in itertools.islice(iterator, 2):
+                taken.append(task)
         # Not by a pool: one that is interrupted may not know of a thread that it has started, and that waits for ever.
-        workers = [threading.Thread(target=work, name=f"paddle_dist_ckpt_{number}") for number in range(threads)]
-        try:
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-        except BaseException as error:  # an interruption, after which files are closed in which the threads still work
-            failures.insert(0, error)
-            with ended:
-                ended.wait_for(lambda: not working)
+        others = threads - 1 if len(taken) > 1 else 0
+        workers = [threading.Thread(target=work, name=f"paddle_dist_ckpt_{number}") for number in range(others)]
+        for worker in workers:
+            worker.start()
+        work()
+        for worker in workers:
+            worker.join()
+    except BaseException as error:  # an interruption, after which files are closed in which the threads still work
+        failures.insert(0, error)
+        with ended:
+            ended.wait_for(lambda: not working)
     if isinstance(iterator, Generator):
+        for task in taken:  # it has failed before they could run; they may hold memory that is just being filled
+            with suppress(BaseException):
+                task()
         iterator.close()
     if failures:
         raise failures[0]

@@ -58,6 +58,47 @@ def test_a_generator_of_tasks_is_closed_when_an_interruption_is_raised() -> None
     assert given_back.is_set()
 
 
+def test_the_only_task_is_run_by_the_thread_that_asks() -> None:
+    ran: list[threading.Thread] = []
+    run_all(iter([lambda: ran.append(threading.current_thread())]), 4, lambda: None)
+    assert ran == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_as_many_tasks_run_at_once_as_there_are_threads(threads: int) -> None:
+    meeting, ran = threading.Barrier(threads), set[int]()
+
+    def task() -> None:
+        meeting.wait(30)
+        ran.add(threading.get_ident())
+
+    run_all([task] * threads, threads, lambda: None)
+    assert len(ran) == threads
+    assert threading.get_ident() in ran
+
+
+@pytest.mark.parametrize("fails", ["the first task", "taking the second", "taking the third"])
+def test_what_has_been_taken_is_run_although_something_fails(fails: str) -> None:
+    """A task may hold memory that a device is filling, and gives it back when it runs."""
+    made, ran = list[int](), list[int]()
+
+    def task(number: int) -> None:
+        ran.append(number)
+        if fails == "the first task" and number == 0:
+            raise ValueError("failed")
+
+    def tasks() -> Iterator[Callable[[], None]]:
+        for number in range(10):
+            if fails == {1: "taking the second", 2: "taking the third"}.get(number):
+                raise ValueError("failed")
+            made.append(number)
+            yield functools.partial(task, number)
+
+    with pytest.raises(ValueError, match="failed"):
+        run_all(tasks(), 2, lambda: None)
+    assert sorted(ran) == made
+
+
 def test_tasks_beside_their_owner_run_in_order() -> None:
     beside, order = Beside("test"), list[int]()
     gate = threading.Event()
