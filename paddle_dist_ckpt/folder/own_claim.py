@@ -56,6 +56,8 @@ class OwnClaim:
         except FileNotFoundError:
             if self.is_published:
                 self.check_held()
+                # It is about to go: who takes this one for dead has removed the temporary name first.
+                raise lost_claim(self._storage, self.name + TEMPORARY) from None
             raise
         self.is_published = True
 
@@ -89,30 +91,39 @@ class OwnClaim:
             raise lost_claim(self._storage, self.name) from None
 
     def keep_fresh(self, when_lost: Callable[[], str | None]) -> None:
-        """Touch it now and then, on a thread of its own.
+        """Touch it now and then, on a thread of its own; see :meth:`refresh`."""
+
+        def keep() -> None:
+            while not self._stopped.wait(FRESH_EVERY):
+                self.refresh(when_lost)
+
+        keeper = threading.Thread(target=keep, name="paddle_dist_ckpt claim", daemon=True)
+        keeper.start()
+        self._keeper = keeper
+
+    def refresh(self, when_lost: Callable[[], str | None]) -> None:
+        """Touch it, so that it counts for a while.
 
         Args:
             when_lost: Called when it seems to be gone; returns the name of a claim that is kept fresh in its place, if
                 there is one.
         """
-
-        def keep() -> None:
-            while not self._stopped.wait(FRESH_EVERY):
-                try:
-                    self._storage.touch(self.name)
-                except (OSError, CheckpointTimeoutError) as error:
+        try:
+            self._storage.touch(self.name)
+        except (OSError, CheckpointTimeoutError) as error:
+            if self._other is None:
+                _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
+            if isinstance(error, FileNotFoundError):
+                with suppress(OSError, CheckpointError):
                     if self._other is None:
-                        _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
-                    if isinstance(error, FileNotFoundError):
-                        with suppress(OSError, CheckpointError):
-                            if self._other is None:
-                                self._other = when_lost()
-                            else:
-                                self._storage.touch(self._other)
+                        self._other = when_lost()
+                    else:
+                        self._storage.touch(self._other)
 
-        keeper = threading.Thread(target=keep, name="paddle_dist_ckpt claim", daemon=True)
-        keeper.start()
-        self._keeper = keeper
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is kept fresh no more."""
+        return self._stopped.is_set()
 
     def stop(self) -> None:
         """Keep it fresh no more."""

@@ -209,6 +209,24 @@ def test_files_that_ranks_make_in_folders_of_their_own_when_all_were_taken_for_d
     assert [path.name[:4] for path in (*data_files(ours), *data_files(theirs))] == ["0_7.", "1_7."]
 
 
+def test_a_claim_that_is_just_being_removed_is_not_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes a save for dead removes what its claim is to say next, and only then the claim."""
+    lease, real = Lease(LocalStorage(tmp_path), 0, automatic=False), os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        Path(source).unlink()
+        real(source, target)
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CheckpointError, match=r"the claim .*\.claim\.tmp is gone: another save took this one"),
+    ):
+        patch.setattr(os, "replace", replace)
+        lease.take_on("0123456789abcdef")
+    assert (tmp_path / lease.name).exists()
+    lease.withdraw()
+
+
 @pytest.mark.parametrize("moved", ["made anew", "on another disk", "gone", "gone while it is made"])
 def test_a_folder_that_somebody_removes_as_it_is_empty(tmp_path: Path, moved: str) -> None:
     """While ranks look at it: either the save goes on, or all of them hear what has happened."""
