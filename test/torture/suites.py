@@ -74,6 +74,7 @@ SUITES = (
     Suite("full_disks", 300),
     Suite("corruption", 20_000),
     Suite("mixes", 4_000),
+    Suite("interleavings", 10_000),
     Suite("decoders", 960_000),
     Suite("foreign", 40_000),
     Suite("hostile_files", 500),

@@ -8,8 +8,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from paddle_dist_ckpt.folder.lease import Lease
 
 from .scenarios import SCENARIOS
 from .stops import PERIOD
@@ -86,6 +89,19 @@ def test_mixes() -> None:
     assert outcomes["saved"] > 30
     assert outcomes["loaded"]
     assert outcomes["deleted"]
+
+
+def test_interleavings() -> None:
+    outcomes = tried("interleavings", range(60))
+    assert outcomes["done"] > 60
+    assert outcomes["refused"] > 10
+    assert outcomes["killed"]
+
+
+@pytest.mark.parametrize("name", ["confirm", "take_on", "_take_over_dead"])
+def test_interleavings_find_what_a_lease_does_not_do(name: str) -> None:
+    with mock.patch.object(Lease, name), pytest.raises(AssertionError, match="suites interleavings --seed"):
+        tried("interleavings", range(100))
 
 
 @pytest.mark.long
