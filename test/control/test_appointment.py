@@ -112,7 +112,7 @@ def test_of_too_many_early_ones_the_oldest_are_forgotten(caplog: pytest.LogCaptu
     assert numbered.next("t0") is not found[0]
 
 
-@pytest.mark.parametrize("seed", range(draws(40, 400)))
+@pytest.mark.parametrize("seed", range(draws(20, 400)))
 def test_all_agree_whatever_is_late_or_lost(seed: int) -> None:
     source = random.Random(seed)
     net = Net(4)

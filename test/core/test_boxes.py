@@ -26,7 +26,7 @@ def padded(box: Box) -> Box:
     return Box(box.offset + (0,) * pad, box.shape + (1,) * pad)
 
 
-@examples(50)
+@examples(35)
 @given(lists())
 def test_columns_are_those_of_the_boxes(boxes: list[Box]) -> None:
     columns = Boxes.of(boxes, DIMENSIONS)
@@ -42,7 +42,7 @@ def test_columns_are_those_of_the_boxes(boxes: list[Box]) -> None:
     assert columns.offset.dtype == columns.shape.dtype == np.int64
 
 
-@examples(50)
+@examples(35)
 @given(lists(), lists())
 def test_joined_boxes_stand_one_behind_the_other(some: list[Box], others: list[Box]) -> None:
     parts = [Boxes.of([box], len(box.shape)) for box in some] + [Boxes.of(others, DIMENSIONS)]
@@ -55,7 +55,7 @@ def test_joined_boxes_stand_one_behind_the_other(some: list[Box], others: list[B
     assert joined.first(2).to_list() == [Box(box.offset[:2], box.shape[:2]) for box in joined.to_list()]
 
 
-@examples(50)
+@examples(35)
 @given(st.data())
 def test_what_two_boxes_have_in_common(data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1))

@@ -39,7 +39,7 @@ def matrix(rows: list[tuple[int, int]]) -> IntArray:
     return np.array(rows, np.int64).reshape(-1, 2)
 
 
-@examples(50)
+@examples(35)
 @given(small_rows)
 def test_rows_are_grouped_in_the_order_in_which_they_stand(rows: list[tuple[int, int]]) -> None:
     first, group = group_rows(matrix(rows))
@@ -49,7 +49,7 @@ def test_rows_are_grouped_in_the_order_in_which_they_stand(rows: list[tuple[int,
     assert [different[g] for g in group.tolist()] == rows
 
 
-@examples(50)
+@examples(35)
 @given(st.lists(st.tuples(bits, st.lists(st.tuples(bits, bits), max_size=3)), max_size=12))
 def test_runs_of_one_group_are_equal(hashes: str, runs: list[tuple[int, list[tuple[int, int]]]]) -> None:
     starts = np.cumsum([0, *(len(run) for _, run in runs)])
@@ -60,7 +60,7 @@ def test_runs_of_one_group_are_equal(hashes: str, runs: list[tuple[int, list[tup
         assert len(first) == len({(head, tuple(run)) for head, run in runs})
 
 
-@examples(50)
+@examples(35)
 @given(st.data())
 def test_only_whole_grids_are_taken_for_grids(data: st.DataObject) -> None:
     some = st.lists(st.integers(1, 3), min_size=1, max_size=4)

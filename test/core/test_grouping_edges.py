@@ -44,7 +44,7 @@ def grouped(rows: Sequence[object]) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("how", HASHES)
-@examples(60)
+@examples(40)
 @given(st.data())
 def test_rows_are_grouped_as_a_dict_does(how: str, data: st.DataObject) -> None:
     width = data.draw(st.integers(0, 5))
@@ -58,7 +58,7 @@ def test_rows_are_grouped_as_a_dict_does(how: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("how", HASHES)
-@examples(60)
+@examples(40)
 @given(st.data())
 def test_runs_are_grouped_by_their_rows_and_heads(how: str, data: st.DataObject) -> None:
     """Few different runs, some empty, some a beginning or a permutation of another. No two different ones are ever in

@@ -44,7 +44,7 @@ def tables(draw: st.DrawFn, files: int = 4) -> ShardTable:
     )
 
 
-@examples(50)
+@examples(35)
 @given(st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2**62))))
 def test_a_column_comes_back_from_the_fewest_bytes(values: list[int]) -> None:
     column = pack_column(values)
@@ -71,7 +71,7 @@ def test_a_column_that_is_not_as_it_should_be_is_refused(column: Column, size: i
         unpack_column(column, size, bound, "of a test")
 
 
-@examples(50)
+@examples(35)
 @given(st.data())
 def test_a_layout_comes_back(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -146,7 +146,7 @@ def test_a_hostile_layout_is_refused(record: LayoutRecord) -> None:
         Layout.from_record(record, 3)
 
 
-@examples(50)
+@examples(35)
 @given(tables())
 def test_columns_of_a_table_are_what_loops_find(table: ShardTable) -> None:
     shards = [(t, box) for t, i in enumerate(table.layout_of.tolist()) for box in table.layouts[i].boxes.to_list()]
@@ -163,7 +163,7 @@ def test_columns_of_a_table_are_what_loops_find(table: ShardTable) -> None:
         assert boxes.box(i) == (offset + (0,) * (4 - len(offset)), extent + (1,) * (4 - len(extent)))
 
 
-@examples(50)
+@examples(35)
 @given(tables(), st.sampled_from([1, 16, 100]))
 def test_shards_stand_in_their_files_without_gaps(table: ShardTable, block_bytes: int) -> None:
     sizes = table.shard_bytes.tolist()
@@ -186,7 +186,7 @@ def test_shards_stand_in_their_files_without_gaps(table: ShardTable, block_bytes
     assert table.file_order.tolist() == ordered
 
 
-@examples(50)
+@examples(35)
 @given(tables(), st.data())
 def test_a_selection_has_its_tensors_shards(table: ShardTable, data: st.DataObject) -> None:
     tensors = sorted(data.draw(st.sets(st.sampled_from(range(len(table.paths))))))

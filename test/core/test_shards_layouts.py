@@ -41,7 +41,7 @@ def tables(draw: st.DrawFn) -> ShardTable:
     return table_of(layouts, layout_of, draw(st.lists(st.integers(0, 3), min_size=shards, max_size=shards)))
 
 
-@examples(60)
+@examples(40)
 @given(tables())
 def test_columns_are_what_loops_find(table: ShardTable) -> None:
     boxes = [(t, i, row) for t, i in enumerate(table.layout_of.tolist()) for row in range(len(table.layouts[i].boxes))]

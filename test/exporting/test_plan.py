@@ -35,7 +35,7 @@ def files(draw: st.DrawFn) -> ExportFile:
     return ExportFile("file", parts)
 
 
-@examples(50)
+@examples(35)
 @given(file=files(), most=st.sampled_from([4096, 8192, 1 << 20]))
 def test_windows_make_up_the_file(file: ExportFile, most: int) -> None:
     """Every byte comes from where it should: windows filled by numpy are the same as the parts one after the other."""

@@ -244,7 +244,7 @@ def entry_name(key: str, box: Box, global_shape: tuple[int, ...]) -> str:
     return escaped_key(key) + slice_suffix(box, global_shape)
 
 
-@examples(60)
+@examples(40)
 @given(st.lists(named_shards(), max_size=8))
 def test_different_shards_have_different_names(drawn: list[tuple[str, Box, tuple[int, ...]]]) -> None:
     global_shapes: dict[str, tuple[int, ...]] = {}

@@ -525,7 +525,7 @@ def mutated(draw: st.DrawFn) -> Body:
         return body
 
 
-@examples(50)
+@examples(35)
 @given(mutated())
 def test_any_change_of_the_body_is_refused_or_harmless(body: Body) -> None:
     try:

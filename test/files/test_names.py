@@ -14,7 +14,7 @@ numbers = st.integers(0, 10**18 - 1)
 saves = st.integers(0, 2**64 - 1).map(lambda n: f"{n:016x}")
 
 
-@examples(50)
+@examples(35)
 @given(numbers, numbers, saves, numbers)
 def test_what_is_made_parses(rank: int, unique_id: int, save: str, part: int) -> None:
     assert names.metadata_id(names.metadata_name(unique_id)) == unique_id
@@ -22,7 +22,7 @@ def test_what_is_made_parses(rank: int, unique_id: int, save: str, part: int) ->
     assert names.parse_claim(names.claim_name(unique_id, save)) == (unique_id, save)
 
 
-@examples(50)
+@examples(35)
 @given(numbers, numbers, saves, numbers)
 def test_a_name_is_of_one_kind(rank: int, unique_id: int, save: str, part: int) -> None:
     made = [

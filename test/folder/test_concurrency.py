@@ -26,7 +26,7 @@ from test.jobs import (
     sharded,
     try_load,
 )
-from test.strategies import draws
+from test.strategies import draws, some
 from test.waiting import PATIENCE
 
 SHAPE = (12, 500)
@@ -62,7 +62,7 @@ def versions_of(states: list[dict[str, Any]]) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "exchange"), [(3, "always"), (3, "hosts")])
+@pytest.mark.parametrize(("ranks", "exchange"), some([(3, "always"), (3, "hosts")], 1))
 def test_loads_while_the_id_is_replaced_again_and_again_see_one_version(
     tmp_path: Path, ranks: int, exchange: Any
 ) -> None:

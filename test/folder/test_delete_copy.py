@@ -55,6 +55,7 @@ from test.jobs import (
     save_on,
     split_rows,
 )
+from test.strategies import some
 from test.waiting import PATIENCE
 
 CUT = np.arange(3000 * 300, dtype=np.float32).reshape(3000, 300)
@@ -94,7 +95,7 @@ def test_what_is_deleted_is_gone_and_nothing_else(tmp_path: Path) -> None:
         delete_checkpoint(tmp_path, 2)
 
 
-@pytest.mark.parametrize("by", ["delete", "prune"])
+@pytest.mark.parametrize("by", some(["delete", "prune"], 1))
 def test_nobody_waits_for_a_deletion_that_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:

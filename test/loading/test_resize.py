@@ -50,22 +50,21 @@ def check(target: Any, expected: np.ndarray) -> None:
         assert same_bits(np.ascontiguousarray(piece).reshape(box.shape), expected[box.slices].copy()), box
 
 
-# Every layout meets one way to exchange, and the first both.
-@pytest.mark.parametrize(("how", "exchange"), some(itertools.product(LAYOUTS, ["never", "always"]), len(LAYOUTS) + 1))
+SIZES = [  # before, after, the axis that changes, the axis that is cut
+    ((10, 6), (16, 6), 0, 0),
+    ((10, 6), (40, 6), 0, 0),  # some ranks have nothing but padding
+    ((10, 6), (7, 6), 0, 0),
+    ((6, 10, 3), (6, 13, 3), 1, 0),  # cut along another axis than the one that grows
+    ((6, 10, 3), (6, 13, 3), 1, 1),
+    ((6, 10, 3), (6, 4, 3), 1, 1),
+]
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "axis", "cut"),
-    [
-        ((10, 6), (16, 6), 0, 0),
-        ((10, 6), (40, 6), 0, 0),  # some ranks have nothing but padding
-        ((10, 6), (7, 6), 0, 0),
-        ((6, 10, 3), (6, 13, 3), 1, 0),  # cut along another axis than the one that grows
-        ((6, 10, 3), (6, 13, 3), 1, 1),
-        ((6, 10, 3), (6, 4, 3), 1, 1),
-    ],
+    ("sizes", "how", "exchange"), some(itertools.product(SIZES, LAYOUTS, ["never", "always"]), 2 * len(LAYOUTS) + 6)
 )
-def test_what_both_have_is_loaded(
-    tmp_path: Path, before: Any, after: Any, axis: int, cut: int, how: str, exchange: Any
-) -> None:
+def test_what_both_have_is_loaded(tmp_path: Path, sizes: tuple[Any, Any, int, int], how: str, exchange: Any) -> None:
+    before, after, axis, cut = sizes
     stored = make_array(before)
     save_on([{"embed": part, "n": 1} for part in split_rows(stored, 3, dimension=cut)], tmp_path)
     expected = expected_of(stored, after)

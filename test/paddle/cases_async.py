@@ -334,11 +334,11 @@ def _resident() -> int:
 
 
 def leaks(path: str, ranks: int) -> tuple[int, int]:
-    """How many file descriptors and threads fifty saves leave."""
+    """How many file descriptors and threads ten saves leave."""
     for number in range(5):
         save(path, ranks, number, 0).result(LONG)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for number in range(50):
+    for number in range(10):
         save(path, ranks, number, 0).result(LONG)
     until(lambda: threading.active_count() <= before[1], what="the end of all threads")
     return len(os.listdir("/proc/self/fd")) - before[0], threading.active_count() - before[1]

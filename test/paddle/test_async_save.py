@@ -158,7 +158,7 @@ def test_ranks_that_do_not_agree_how_to_save(pool: RankPool, tmp_path: Path, oth
     assert_numbers(tmp_path, [2])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", some([0, 1], 1))
 def test_killed_rank(tmp_path: Path, victim: int) -> None:
     with FreshRanks(3, cases.die_meanwhile, str(tmp_path), 3, victim) as ranks:
         until((tmp_path / "stopped").exists)
@@ -195,7 +195,7 @@ def test_memory_is_bounded(pool: RankPool, tmp_path: Path) -> None:
     assert grown[2] < (10 << 20) + slack
 
 
-def test_nothing_leaks_in_fifty_saves(pool: RankPool, tmp_path: Path) -> None:
+def test_nothing_leaks_in_ten_saves(pool: RankPool, tmp_path: Path) -> None:
     for descriptors, threads in pool.run(cases.leaks, str(tmp_path), 2, ranks=2):
         assert descriptors <= 0
         assert threads <= 0

@@ -14,6 +14,7 @@ from test.paddle.layouts import Spread
 from test.paddle.tensors import to_array
 from test.paddle.versions import FROM_LOCAL, SHARD_ORDER, lacks
 from test.ranks.pool import RankPool
+from test.strategies import some
 
 partial_of_16_bits = lacks(FROM_LOCAL, "makes no partial tensors of 16 bits on CPU")
 two_cuts_of_one_dimension = lacks(FROM_LOCAL, "cuts no tensor dimension by two mesh dimensions")
@@ -23,7 +24,7 @@ two_cuts_of_one_dimension = lacks(FROM_LOCAL, "cuts no tensor dimension by two m
     "dtype",
     ["float32", "float64", *(pytest.param(name, marks=partial_of_16_bits) for name in ("bfloat16", "float16"))],
 )
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", some([2, 3, 4], 2))
 @pytest.mark.parametrize("reduction", list(cases.REDUCTIONS))
 def test_partial_is_reduced_when_saved(pool: RankPool, tmp_path: Path, reduction: str, ranks: int, dtype: str) -> None:
     pool.run(cases.save_partial, str(tmp_path), ranks, reduction, dtype, ranks=ranks, timeout=45)

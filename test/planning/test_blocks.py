@@ -25,7 +25,7 @@ def blocks_of(shape: tuple[int, ...], itemsize: int, boxes: list[Box], block_byt
     }
 
 
-@examples(60)
+@examples(40)
 @given(st.data())
 def test_the_blocks_are_those_with_an_element(data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1, most=7))

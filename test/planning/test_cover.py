@@ -40,7 +40,7 @@ def check(shapes_and_boxes: list[tuple[tuple[int, ...], list[Box]]], dimensions:
     return [bool(exact) for exact in found]
 
 
-@examples(50)
+@examples(35)
 @given(st.data())
 def test_tilings_cover_and_anything_else_does_not(data: st.DataObject) -> None:
     """Tilings with a box added, left out, moved or doubled, several tensors at a time."""
@@ -60,7 +60,7 @@ def test_tilings_cover_and_anything_else_does_not(data: st.DataObject) -> None:
     assert check(cases) == expected
 
 
-@examples(50)
+@examples(35)
 @given(st.data())
 def test_random_heaps_of_boxes(data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1, most=3, dimensions=3))
@@ -92,7 +92,7 @@ def test_regions_need_not_start_at_zero() -> None:
     assert covers_exactly(np.zeros(1, np.int64), halves.take(slice(1)), region).tolist() == [False]
 
 
-@examples(50)
+@examples(35)
 @given(st.data())
 def test_first_gap_is_a_region_that_no_box_has(data: st.DataObject) -> None:
     shape = data.draw(shapes(most=4, dimensions=3))

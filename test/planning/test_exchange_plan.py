@@ -111,7 +111,7 @@ def deliveries(units: list[Unit]) -> list[tuple[int, int, int, int, Box]]:
     return found
 
 
-@examples(50)
+@examples(35)
 @given(jobs())
 def test_each_need_is_met_once(job: Job) -> None:
     units = units_of(small_plan(job))
@@ -125,7 +125,7 @@ def test_each_need_is_met_once(job: Job) -> None:
     assert {(s, rank, row) for s, _, rank, row, _ in arrived} == known
 
 
-@examples(50)
+@examples(35)
 @given(jobs())
 def test_each_block_is_read_by_one_rank_that_reaches_it(job: Job) -> None:
     readers: dict[tuple[int, int], int] = {}
@@ -154,7 +154,7 @@ def test_each_block_is_read_by_one_rank_that_reaches_it(job: Job) -> None:
     assert set(readers) == wanted_blocks
 
 
-@examples(50)
+@examples(35)
 @given(jobs())
 def test_readers_read_for_themselves_where_they_can(job: Job) -> None:
     for unit in units_of(small_plan(job)):
@@ -162,7 +162,7 @@ def test_readers_read_for_themselves_where_they_can(job: Job) -> None:
         assert unit.reader in takers or not takers & set(job.reach[job.shards[unit.shard].file])
 
 
-@examples(50)
+@examples(35)
 @given(jobs())
 def test_broadcasts_are_for_what_all_others_need(job: Job) -> None:
     for unit in units_of(small_plan(job)):
@@ -176,7 +176,7 @@ def test_broadcasts_are_for_what_all_others_need(job: Job) -> None:
                 assert intersect(need.box, parcel.box) == parcel.box
 
 
-@examples(50)
+@examples(35)
 @given(jobs())
 def test_rounds_bound_what_a_rank_sends_and_receives(job: Job) -> None:
     rounds = small_plan(job)

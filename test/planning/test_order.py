@@ -29,7 +29,7 @@ def columns(draw: st.DrawFn) -> Columns:
     return shapes, itemsize, tensor, offset, rng.integers(1, 3, offset.shape), rng.integers(0, 3, count)
 
 
-@examples(60)
+@examples(40)
 @given(columns())
 def test_they_are_those_of_lexsort(drawn: Columns) -> None:
     shapes, itemsize, tensor, offset, shape, rank = drawn

@@ -65,7 +65,7 @@ def test_covers_are_those_of_painting(found: list[Region], start: int) -> None:
     assert (covered | ~sliced).all()
 
 
-@examples(50)
+@examples(35)
 @given(st.data())
 def test_slices_are_recognised(data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1, most=6, dimensions=DIMENSIONS).filter(len))

@@ -345,7 +345,7 @@ MANY: dict[str, tuple[Callable[[], Metadata], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", some(MANY, 3))
+@pytest.mark.parametrize("name", some(MANY, 2))
 def test_many_shards_take_time_and_memory_in_proportion(name: str, tmp_path: Path) -> None:
     make, message = MANY[name]
     metadata = make()

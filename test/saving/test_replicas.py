@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from test.jobs import (
     try_load,
     try_save,
 )
+from test.strategies import some
 
 
 def differing_states() -> list[dict[str, Any]]:
@@ -143,22 +145,24 @@ def partial(
     return ShardedArray(addend.shape, DTYPES[addend.dtype.name], boxes, pieces, reduction=reduction)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (130, 200)])
+REDUCED = [
+    *((operation, "float64") for operation in ("sum", "avg", "max", "min", "prod")),
+    *((operation, "int32") for operation in ("sum", "max", "min", "prod")),
+    *((operation, "bool") for operation in ("any", "all", "max", "min")),
+    ("sum", "bfloat16"),
+    ("avg", "float16"),
+    ("max", "bfloat16"),
+    ("sum", "complex64"),
+    ("avg", "complex128"),
+    ("sum", "float8_e4m3fn"),
+]
+
+
 @pytest.mark.parametrize(
-    ("operation", "dtype"),
-    [
-        *((operation, "float64") for operation in ("sum", "avg", "max", "min", "prod")),
-        *((operation, "int32") for operation in ("sum", "max", "min", "prod")),
-        *((operation, "bool") for operation in ("any", "all", "max", "min")),
-        ("sum", "bfloat16"),
-        ("avg", "float16"),
-        ("max", "bfloat16"),
-        ("sum", "complex64"),
-        ("avg", "complex128"),
-        ("sum", "float8_e4m3fn"),
-    ],
+    ("reduced", "shape"), some(itertools.product(REDUCED, [(), (7,), (130, 200)]), len(REDUCED) + 5), ids=str
 )
-def test_addends_are_reduced_exactly_once(tmp_path: Path, operation: str, dtype: str, shape: tuple[int, ...]) -> None:
+def test_addends_are_reduced_exactly_once(tmp_path: Path, reduced: tuple[str, str], shape: tuple[int, ...]) -> None:
+    operation, dtype = reduced
     rng = np.random.default_rng(5)
     kind = getattr(ml_dtypes, dtype, dtype)
     addends = [rng.integers(0 if dtype == "bool" else -2, 2 if dtype == "bool" else 4, shape) for _ in range(4)]

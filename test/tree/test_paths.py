@@ -30,19 +30,19 @@ def typed(path: tuple[Part, ...]) -> list[tuple[type, Part]]:
     return [(type(part), part) for part in path]
 
 
-@examples(60)
+@examples(40)
 @given(paths)
 def test_a_path_comes_back(path: tuple[Part, ...]) -> None:
     assert typed(parse_path(format_path(path))) == typed(path)
 
 
-@examples(60)
+@examples(40)
 @given(paths, paths)
 def test_different_paths_are_written_differently(a: tuple[Part, ...], b: tuple[Part, ...]) -> None:
     assert (format_path(a) == format_path(b)) == (typed(a) == typed(b))
 
 
-@examples(60)
+@examples(40)
 @given(st.text(st.sampled_from("/~ilt01-+ .\u0661"), max_size=8))
 def test_what_parses_is_what_would_be_written(text: str) -> None:
     try:
@@ -87,7 +87,7 @@ def test_join_writes_what_the_documentation_says() -> None:
     ]
 
 
-@examples(60)
+@examples(40)
 @given(st.lists(paths, max_size=8, unique_by=lambda path: tuple(typed(path))), st.randoms(use_true_random=False))
 def test_flat_keys_are_all_different_and_do_not_depend_on_order(several: list[tuple[Part, ...]], random) -> None:
     written = [format_path(path) for path in several]

@@ -100,7 +100,7 @@ values = st.recursive(
 )
 
 
-@examples(60)
+@examples(40)
 @given(values)
 def test_drawn_values_come_back(value: Any) -> None:
     assert equal(decode_value(encode_value(value, "key")), value)
@@ -408,7 +408,7 @@ def test_any_json_is_decoded_or_refused(tree: Any) -> None:
     assert equal(decode_value(encode_value(value, "key")), value)
 
 
-@examples(60)
+@examples(40)
 @given(st.text(st.sampled_from("<>|=biufcSUMmOV(),0123456789[]snD'/-{}: "), max_size=8), st.binary(max_size=8))
 def test_any_dtype_string_is_decoded_or_refused(name: str, data: bytes) -> None:
     for tree in (numpy_tag(name, data), array_tag(name, [1], data), array_tag(name, [0])):
