@@ -367,14 +367,22 @@ class _History:
         return left
 
     def _may_be_left(self, name: str) -> bool:
-        """Whether it is a file that may be rebuilt, or what a deletion had to remove and no room to say so, or what
-        one has made who was thawed, could not say so, and was killed."""
+        """Whether it is a file that may be rebuilt, or what a deletion had to remove and no room to say so.
+
+        Or any data file where three things have come together: somebody was frozen, somebody was told of an error just
+        when it took over or spoke again, and somebody was killed.
+        """
         parsed = parse_data_file(name)
         spared = {self.lost}
         if self.schedule.happened[Kind.FULL]:
             spared |= {save for deeds in self.deeds for deed in deeds for save in deed.meant}
-        thawed = any(job.has_been_frozen and job.is_told and job.dead for job in self.jobs)
-        return parsed is not None and (parsed.save_id in spared or thawed)
+        jobs = self.jobs
+        three = (
+            any(job.has_been_frozen for job in jobs)
+            and any(job.is_told for job in jobs)
+            and any(job.dead for job in jobs)
+        )
+        return parsed is not None and (parsed.save_id in spared or three)
 
 
 _DOES: dict[str, Callable[[_History, _Deed, Path], None]] = {
