@@ -30,7 +30,7 @@ from paddle_dist_ckpt.errors import (
     CheckpointReplacedError,
     DurabilityUnknownError,
 )
-from paddle_dist_ckpt.files.names import metadata_id, parse_data_file
+from paddle_dist_ckpt.files.names import metadata_id, parse_data_file, parse_temporary
 from paddle_dist_ckpt.folder import delete as delete_module
 from paddle_dist_ckpt.folder.claims import EXPIRES_AFTER
 from paddle_dist_ckpt.folder.copy import copy
@@ -371,8 +371,13 @@ class _History:
 
         Or any data file where three things have come together: somebody was frozen, somebody was told of an error just
         when it took over or spoke again, and somebody was killed.
+
+        Or the temporary name of a `.metadata` that is there, whose save was killed just before it removed that, and so
+        was who has taken over its claim.
         """
-        parsed = parse_data_file(name)
+        temporary, parsed = parse_temporary(name), parse_data_file(name)
+        if temporary is not None and temporary.save_id in self.holders.values():
+            return sum(job.dead for job in self.jobs) > 1
         spared = {self.lost}
         if self.schedule.happened[Kind.FULL]:
             spared |= {save for deeds in self.deeds for deed in deeds for save in deed.meant}
