@@ -51,6 +51,7 @@ from .calls import Call, Disks, Interposer, Perform
 from .leftovers import LATER
 from .schedule import Fault, Job, Kind, Moment, Schedule, without_threads
 from .states import states_of, version_of
+from .suites import MEMORY, prefix
 
 NAME = "interleavings"
 _FOLDER = "ckpt"
@@ -266,7 +267,7 @@ class _History:
         """Take note of looks at claims, and of removals and commits that come too long after them."""
         if call.name == "stat" and call.path.endswith(".claim"):
             self.seen[call.rank] = self.schedule.now
-        elif call.name == "replace" or not call.path.endswith((".claim", ".tmp")):
+        elif call.name == "replace" or (call.name == "unlink" and not call.path.endswith((".claim", ".tmp"))):
             self.is_excused |= self.schedule.now - self.seen.get(call.rank, math.inf) >= EXPIRES_AFTER
         return perform(*given)
 
@@ -289,7 +290,7 @@ class _History:
         save_with(rank.connection, find, place, deed.unique_id, False, _OPTIONS, replace_newest=newest)
 
     def load(self, deed: _Deed, path: Path) -> None:
-        """Load one whole version that somebody has saved under the id."""
+        """Load one whole version that somebody has saved, or tried to."""
         place = self._place(path, deed.unique_id)
         found = version_of(load_whole(place, deed.unique_id, options=LoadOptions(timeout=60, progress=False)))
         assert found in self.version_of.values() or found in {deed.version for deeds in self.deeds for deed in deeds}
@@ -322,9 +323,7 @@ class _History:
         """All have told the truth; what is committed is there, and after another save nothing else is."""
         for job, deeds in zip(self.jobs, self.deeds, strict=True):
             for deed in deeds:
-                self.outcomes[
-                    "done" if deed.is_over and deed.error is None else "refused" if deed.is_over else "killed"
-                ] += 1
+                self.outcomes[_outcome(deed)] += 1
                 if deed.is_over:
                     _check_told(deed, job.is_told)
         left = self._clean_up()
@@ -369,8 +368,8 @@ class _History:
     def _may_be_left(self, name: str) -> bool:
         """Whether it is a file that may be rebuilt, or what a deletion had to remove and no room to say so.
 
-        Or any data file where three things have come together: somebody was frozen, somebody was told of an error just
-        when it took over or spoke again, and somebody was killed.
+        Or any data file where three things have come together: somebody was frozen, and killed when it went on, and
+        somebody was told of an error, perhaps just when it took over, or spoke again.
 
         Or the temporary name of a `.metadata` that is there, whose save was killed just before it removed that, and so
         was who has taken over its claim.
@@ -381,12 +380,7 @@ class _History:
         spared = {self.lost}
         if self.schedule.happened[Kind.FULL]:
             spared |= {save for deeds in self.deeds for deed in deeds for save in deed.meant}
-        jobs = self.jobs
-        three = (
-            any(job.has_been_frozen for job in jobs)
-            and any(job.is_told for job in jobs)
-            and any(job.dead for job in jobs)
-        )
+        three = any(job.has_been_frozen and job.dead for job in self.jobs) and any(job.is_told for job in self.jobs)
         return parsed is not None and (parsed.save_id in spared or three)
 
 
@@ -445,8 +439,9 @@ def _save_in(folder: Path, unique_id: int) -> Any:
 
 
 @functools.cache
-def _scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="interleavings-"))
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder of this process, which goes with it, or with its attempts' if it is killed."""
+    return tempfile.TemporaryDirectory(prefix=prefix(os.getpid()), dir=MEMORY)
 
 
 def _saved(folder: Path, unique_id: int, version: int) -> None:
@@ -457,7 +452,7 @@ def _saved(folder: Path, unique_id: int, version: int) -> None:
 @functools.cache
 def _template(unique_id: int, version: int) -> Path:
     """A folder with one checkpoint."""
-    folder = _scratch() / f"{unique_id}-{version}"
+    folder = Path(_scratch().name) / f"{unique_id}-{version}"
     _saved(folder, unique_id, version)
     return folder
 
@@ -465,7 +460,7 @@ def _template(unique_id: int, version: int) -> Path:
 @functools.cache
 def _source() -> Path:
     """The folder that is copied from."""
-    folder = _scratch() / "source"
+    folder = Path(_scratch().name) / "source"
     for unique_id, version in _SOURCE.items():
         _saved(folder, unique_id, version)
     return folder
