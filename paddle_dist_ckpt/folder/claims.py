@@ -24,6 +24,7 @@ __all__ = [
     "FRESH_EVERY",
     "TEMPORARY",
     "Claim",
+    "Statement",
     "claimed_saves",
     "claims_in",
     "expired_claims",
@@ -44,8 +45,8 @@ TEMPORARY = ".tmp"
 _MOST_CLAIM_BYTES = 1 << 20  # for more saves to remove than any folder has
 
 
-class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a claim file says.
+class Statement(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a claim says of one save, or deletion.
 
     Attributes:
         save: Whose it is.
@@ -58,8 +59,6 @@ class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
             deletes is committed no more, and only files are left.
         committed_as: The id of a save that is done, if that is not the one in the claim's name.
         passes_on: Whether there is no save or deletion of its own, and it only passes on what is to be removed.
-        is_unread: Whether it may not be read, so that it may be of a save or of a deletion; never in a file.
-        is_empty: Whether it says nothing, as a deletion's on a full disk; never in a file.
     """
 
     save: str
@@ -71,13 +70,48 @@ class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
     done: bool = False
     committed_as: int | None = None
     passes_on: bool = False
-    is_unread: bool = False
-    is_empty: bool = False
 
     @property
     def own(self) -> list[str]:
         """The saves that it is answerable for whether it is committed or not."""
         return self.removes if self.passes_on else [self.save, *self.removes]
+
+    def known(self, committed: Container[str | None]) -> Statement:
+        """The same when it is known that these saves are committed."""
+        return msgspec.structs.replace(self, done=self.done or self.save in committed)
+
+    def without(self, saves: Container[str | None]) -> Statement:
+        """The same but for files of these saves."""
+        return msgspec.structs.replace(self, removes=[each for each in self.own if each not in saves], passes_on=True)
+
+
+class Claim(Statement, frozen=True, omit_defaults=True):
+    """What a claim file says.
+
+    Attributes:
+        taken: What claims of dead saves have said that are gone, or about to go. Such a save may yet be committed: one
+            that was frozen just before its last step, as long as its temporary name is there.
+        is_unread: Whether it may not be read, so that it may be of a save or of a deletion; never in a file.
+        is_empty: Whether it says nothing, as a deletion's on a full disk; never in a file.
+    """
+
+    taken: list[Statement] = []
+    is_unread: bool = False
+    is_empty: bool = False
+
+    @property
+    def all(self) -> list[Statement]:
+        """What it says of its own save, first, and of those that it has taken over."""
+        return [Statement(*(getattr(self, name) for name in Statement.__struct_fields__)), *self.taken]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is done, and certain what it speaks of."""
+        return self.done and not self.taken
+
+    def speaks_of(self, save: str) -> bool:
+        """Whether it might come to remove files of a save."""
+        return any(save in (*said.own, said.replaces) for said in self.all)
 
 
 _CLAIM_DECODER = msgspec.json.Decoder(Claim)  # made here, as threads must not make it at once
@@ -88,7 +122,8 @@ def claimed_saves(storage: Storage) -> dict[str, str]:
     claimed: dict[str, str] = {}
     for name, (parsed, record) in records_of(storage).items():
         saves = saves_of_claim(record, [known_save_of(storage, parsed.unique_id)])
-        claimed.update(dict.fromkeys(saves, name))
+        taken = (save for said in record.taken for save in (*said.own, said.replaces) if save is not None)
+        claimed.update(dict.fromkeys([*saves, *taken], name))
     return claimed
 
 
@@ -143,10 +178,10 @@ def readable_record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
         return Claim(parsed.save_id, None, [])
 
 
-def saves_of_claim(record: Claim, committed: Container[str | None]) -> list[str]:
+def saves_of_claim(record: Statement, committed: Container[str | None]) -> list[str]:
     """The saves whose files a claim is about: its own, those it has to remove, and the one it has replaced.
 
-    A save that is not committed has replaced nothing, whatever it set out for.
+    A save that is not committed has replaced nothing, whatever it set out for. What a claim has taken is not looked at.
     """
     replaced = [record.replaces] if record.replaces and (record.done or record.save in committed) else []
     return [*record.own, *replaced]

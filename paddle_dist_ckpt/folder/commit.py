@@ -229,15 +229,16 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
     """See :func:`aftermath`.
 
     A save that has confirmed what it replaces before this one was published, and is published after it, replaces this
-    one and does not know. It has a claim until it is done. So who finds no other claim of the id, and after that its
-    own save under it, has seen the last of those; and who finds one leaves its own claim, marked, to the other save,
-    or if that dies, to whoever comes when both have expired.
+    one and does not know. It has a claim until it is done, or another one says that it has taken it over. So who finds
+    no such claims, and after that its own save under the id, has seen the last of those; and who finds one leaves its
+    own claim, marked, to the other save, or if that dies, to whoever comes when both have expired.
     """
     storage, others = lease.storage, lease.others(unique_id)
-    if any(map(_may_replace, others.values())):
+    is_certain = lease.are_settled()  # IMPORTANT: looked at after the claims: who removes one has said so before
+    if not is_certain or any(map(_may_replace, others.values())):
         lease.mark_done(unique_id)
         others = lease.others(unique_id)  # IMPORTANT: of two that end at once, one sees the other's mark
-    over = {name: claim for name, claim in others.items() if claim.done}
+    over = {name: claim for name, claim in others.items() if claim.is_settled}
     theirs = (save for claim in over.values() for save in (claim.replaces, *claim.own))
     doubtful = {lease.replaces, *lease.inherited, *theirs} - {None}
     # IMPORTANT: looked at after the claims.
@@ -245,7 +246,7 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
         doubtful.add(save_id)
     committed = committed_saves(storage) if doubtful else {}
     saves = sorted(save for save in doubtful if save is not None and save not in committed)
-    rivals = any(map(_may_replace, others.values()))
+    rivals = not is_certain or any(map(_may_replace, others.values()))
     claims = [name for name, claim in over.items() if not rivals or not any(save in committed for save in claim.own)]
     return Aftermath(saves, claims, rivals and save_id not in saves)
 
@@ -261,10 +262,11 @@ def finish(lease: Lease, left: Aftermath) -> None:
         remove_saves(lease.storage, left.saves, lease.check_held)
         if lease.of_paddle is not None:
             put_aside(lease.storage, lease.of_paddle, lease.temporary)
-        lease.storage.delete(lease.temporary)  # it may have been impossible to remove
         for name in left.claims:
             lease.storage.delete(name)
-        if not left.waits:
+        if left.waits:
+            lease.storage.delete(lease.temporary)  # whoever removes the claim does not look for it
+        else:
             lease.end()
     except Exception as error:
         _logger.warning("%s: files of replaced or dead saves are left: %s", lease.storage.location, error)
@@ -294,7 +296,6 @@ def give_up(lease: Lease, settled: bool) -> None:
             lease.mark_done(committed_as)  # what it has replaced stays until the claim has expired
         elif settled or not lease.is_held():
             remove_saves(lease.storage, [lease.save_id])
-            lease.storage.delete(lease.temporary)
             if not settled:  # nor does anybody know of files in other folders
                 lease.speak_again([lease.save_id])
             elif not lease.doomed:  # otherwise the claim says what else is to be removed

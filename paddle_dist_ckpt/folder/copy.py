@@ -70,43 +70,60 @@ def _copy_claimed(
     made: list[str] = []
     unseen: list[str] = []  # of these, what somebody who takes this copy for dead may not find
     try:
-        remove_saves(out, lease.doomed)
-        lease.doomed.clear()
-        _check_free(out, metadata)
-        _check_unclaimed(lease, metadata)
-        lease.take_on(metadata.save_id)  # who finds the claim after a crash removes what was copied by then
-        with Progress("copy", sum(info.size for info in metadata.files), progress, True) as bar:
-            for file, info in enumerate(metadata.files):
-                lease.check_held()
-                made.append(info.name)  # before it is there: what fails may have made it
-                unseen.append(info.name)
-                with closing(_create(out, info.name, made)) as target:
-                    lease.check_held()  # who takes it removes the claim first, and what is there then
-                    unseen.clear()
-                    _copy_file(source, metadata, file, target, bar)
-                    target.sync()
-        seal(out, metadata.files)
-
-        def confirm() -> None:
-            lease.confirm()
-            # IMPORTANT: in this order. Who had its claim until just now has removed by then what it has removed.
-            _check_unclaimed(lease, metadata)
-            try:
-                check_sizes(out, metadata, range(len(metadata.files)))
-            except CheckpointCorruptedError:
-                lease.check_held()
-                raise
-
-        if not publish_under(lease, metadata.unique_id, data, False, confirm):
-            raise CheckpointError(f"{out.location}/{metadata_name(metadata.unique_id)} appeared meanwhile")
+        try:
+            _copy_files(source, lease, metadata, progress, made, unseen)
+            _commit(lease, metadata, data)
+        except FileNotFoundError:  # somebody has taken this copy for dead, and removed the folder
+            lease.check_held()
+            raise
     except BaseException:
         lease.stop()
         with suppress(OSError, CheckpointError):  # a later save does what is left to do
             _undo(lease, metadata, made, unseen)
-            out.delete(lease.temporary)
             lease.withdraw(metadata.save_id)
         raise
     finish(lease, aftermath(lease, metadata.unique_id, metadata.save_id))
+
+
+def _copy_files(
+    source: Storage, lease: Lease, metadata: Metadata, progress: bool | None, made: list[str], unseen: list[str]
+) -> None:
+    """Copy the data files; ``made`` gets their names, and ``unseen`` for a moment."""
+    out = lease.storage
+    remove_saves(out, lease.doomed)
+    lease.doomed.clear()
+    _check_free(out, metadata)
+    _check_unclaimed(lease, metadata)
+    lease.take_on(metadata.save_id)  # who finds the claim after a crash removes what was copied by then
+    with Progress("copy", sum(info.size for info in metadata.files), progress, True) as bar:
+        for file, info in enumerate(metadata.files):
+            lease.check_held()
+            made.append(info.name)  # before it is there: what fails may have made it
+            unseen.append(info.name)
+            with closing(_create(out, info.name, made)) as target:
+                lease.check_held()  # who takes it removes the claim first, and what is there then
+                unseen.clear()
+                _copy_file(source, metadata, file, target, bar)
+                target.sync()
+    seal(out, metadata.files)
+
+
+def _commit(lease: Lease, metadata: Metadata, data: bytes) -> None:
+    """Publish the `.metadata`, if that of no other has its name."""
+    out = lease.storage
+
+    def confirm() -> None:
+        lease.confirm()
+        # IMPORTANT: in this order. Who had its claim until just now has removed by then what it has removed.
+        _check_unclaimed(lease, metadata)
+        try:
+            check_sizes(out, metadata, range(len(metadata.files)))
+        except CheckpointCorruptedError:
+            lease.check_held()
+            raise
+
+    if not publish_under(lease, metadata.unique_id, data, False, confirm):
+        raise CheckpointError(f"{out.location}/{metadata_name(metadata.unique_id)} appeared meanwhile")
 
 
 def _create(out: Storage, name: str, made: list[str]) -> WritableFile:

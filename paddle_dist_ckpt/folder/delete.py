@@ -57,7 +57,6 @@ class Deletion:
             are_gone = True
             for name in self._claims:
                 storage.delete(name)
-            storage.delete(lease.temporary)  # that of a rebuild may have been impossible to remove
             storage.sync()
             lease.end()
         except (OSError, CheckpointError) as error:
@@ -135,7 +134,8 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
     try:
         lease.check_alone()
         # IMPORTANT: what these say is known; a save that ends from here on may leave another one, to others than this.
-        over = {name: claim for name, claim in lease.others(unique_id).items() if claim.done and not claim.deletes}
+        others = lease.others(unique_id)
+        over = {name: claim for name, claim in others.items() if claim.is_settled and not claim.deletes}
         theirs = {save for claim in over.values() for save in (claim.replaces, *claim.own) if save is not None}
         # IMPORTANT: looked at after the claims, as what one of them speaks of may be committed under another id by now.
         needed = _needed_by_others(storage, unique_id)

@@ -20,7 +20,7 @@ from contextlib import suppress
 import msgspec
 
 from ..errors import CheckpointError, CheckpointTimeoutError
-from ..files.names import ClaimName, claim_name, temporary_name
+from ..files.names import ClaimName, claim_name, parse_temporary, temporary_name
 from ..storage.base import Storage
 from .aside import put_aside
 from .claims import (
@@ -29,6 +29,7 @@ from .claims import (
     FRESH_EVERY,
     TEMPORARY,
     Claim,
+    Statement,
     claims_in,
     expired_claims,
     is_expired,
@@ -97,6 +98,7 @@ class Lease:
         self.doomed: list[str] = []
         self.is_said = False
         self._claim = OwnClaim(storage, claim_name(unique_id, self.save_id))
+        self._taken: list[Statement] = []  # what dead saves' claims have said, until it is certain what follows
         self._stuck: set[str] = set()  # the claims of dead saves that could not be removed
         self._look()
         try:
@@ -127,10 +129,11 @@ class Lease:
         if self.replaces is None or self.replaces == before:
             return self.replaces != before
         # What that has replaced in its turn is known from its claim alone, and from here on from this one.
-        for claim in self.others(self.unique_id).values():
-            if claim.save == self.replaces:
-                self.inherited += [save for save in (claim.replaces, *claim.removes) if save is not None]
-                self.of_paddle = claim.of_paddle if self.of_paddle is None else self.of_paddle
+        for _, record in records_of(self.storage).values():
+            for said in record.all:
+                if said.save == self.replaces:
+                    self.inherited += [save for save in (said.replaces, *said.removes) if save is not None]
+                    self.of_paddle = said.of_paddle if self.of_paddle is None else self.of_paddle
         return True
 
     def _write(self) -> None:
@@ -145,6 +148,7 @@ class Lease:
             self._is_done,
             self._committed_as,
             self._passes_on,
+            self._taken,
         )
         self.is_said = False
         try:
@@ -161,8 +165,9 @@ class Lease:
     def _take_over_dead(self, given_up: Collection[str]) -> None:
         """Make the removal of dead saves' files this save's business.
 
-        IMPORTANT: the dead saves' claims go before any of their files do, and this claim has taken over what they said
-        before they go. A save that was only frozen then finds its claim gone and does not commit.
+        IMPORTANT: the dead saves' claims go before any of their files do, and this claim says what they said before
+        they go. A save that was only frozen then finds its claim gone, and does not commit; or its temporary name, if
+        it was frozen just before its last step. So that goes next, and only then it is certain which are committed.
         """
         dead = expired_claims(self.storage, self.name, self._claim.now(), given_up)
         if not dead:
@@ -171,30 +176,46 @@ class Lease:
         try:
             committed = committed_saves(self.storage)
             records = self._records_of(dead)
-            for record in records.values():
-                self._put_aside(record, committed)
-            self.doomed += [save for record in records.values() for save in saves_of_claim(record, committed)]
+            self._taken = self._said_of(records, records, committed)
             self._write()
-            for name in records:
-                if self._remove_dead(name):
-                    gone.append(name)
-                    self.storage.delete(temporary_name(dead[name].unique_id, dead[name].save_id))
-            # A save that was frozen just before its last step may have been committed until now, but not later. What it
-            # has replaced then is to be removed as well.
-            committed = committed_saves(self.storage)
-            said = {name: saves_of_claim(record, committed) for name, record in records.items()}
-            stuck = {save for name in self._stuck for save in said.get(name, ())}
-            found = [*self.doomed, *(save for saves in said.values() for save in saves)]
-            before = set(self.doomed)
-            self.doomed = [save for save in dict.fromkeys(found) if not (save in committed or save in stuck)]
-            if stuck or not before.issuperset(self.doomed):
-                self._write()
+            gone += [name for name in records if self._remove_dead(name, dead[name].save_id in given_up)]
+            self._taken = self._said_of(records, gone, committed)
+            self._remove_temporaries({said.save for said in self._taken})
+            self._settle()
         except CheckpointError as error:
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
-            found = [save for name in gone for save in saves_of_claim(records[name], committed)]
-            self.doomed = [save for save in found if save not in committed]
-            if self.doomed:  # no other claim speaks of them any more
-                self.leave_doomed()
+            self._taken = [said.without(committed) for said in self._said_of(records, gone, committed)]
+            if self._taken:  # no other claim speaks of them any more, and this one speaks of its save, too
+                self._leave([], self._taken)
+            self._taken = []
+
+    def _said_of(
+        self, records: Mapping[str, Claim], names: Collection[str], committed: Collection[str]
+    ) -> list[Statement]:
+        """What these claims say, and what they have taken over of claims that are gone."""
+        claimed = {parsed.save_id for parsed in claims_in(self.storage).values()}
+        found: list[Statement] = []
+        for name in names:
+            own, *taken = records[name].all
+            found += [said.known(committed) for said in [own, *taken] if said is own or said.save not in claimed]
+        return list({msgspec.json.encode(said): said for said in found}.values())
+
+    def _remove_temporaries(self, saves: Collection[str]) -> None:
+        """Remove the names that `.metadata` of saves have until they are published: none of these is any more."""
+        for name in self.storage.names():
+            parsed = parse_temporary(name)
+            if parsed is not None and parsed.save_id in saves:
+                self.storage.delete(name)
+
+    def _settle(self) -> None:
+        """Find out which files nobody needs any more, of those that dead saves' claims have spoken of."""
+        committed = committed_saves(self.storage)
+        for said in self._taken:
+            self._put_aside(said, committed)
+        found = [*self.doomed, *(save for said in self._taken for save in saves_of_claim(said, committed))]
+        self.doomed = [save for save in dict.fromkeys(found) if save not in committed]
+        self._taken = []
+        self._write()
 
     def _records_of(self, dead: Mapping[str, ClaimName]) -> dict[str, Claim]:
         """What dead saves' claims say: those that are still there, and may be read by this process."""
@@ -209,8 +230,8 @@ class Lease:
         unread = {name.removesuffix(TEMPORARY) for name in self._stuck}
         return {name: record for name, record in found.items() if name.removesuffix(TEMPORARY) not in unread}
 
-    def _put_aside(self, record: Claim, committed: Collection[str]) -> None:
-        """Do what a dead save has not done for a checkpoint of Paddle's, before its claim goes, which alone says so."""
+    def _put_aside(self, record: Statement, committed: Collection[str]) -> None:
+        """Do what a dead save has not done for a checkpoint of Paddle's."""
         if record.of_paddle is not None and record.save in committed:
             try:
                 put_aside(self.storage, record.of_paddle, self.temporary)
@@ -218,10 +239,11 @@ class Lease:
                 _logger.warning("%s: a checkpoint of Paddle's is not put aside yet: %s", self.storage.location, error)
                 self.of_paddle = record.of_paddle if self.of_paddle is None else self.of_paddle
 
-    def _remove_dead(self, name: str) -> bool:
+    def _remove_dead(self, name: str, is_given_up: bool) -> bool:
         """Remove a dead save's claim; returns whether that could be done.
 
         If not, the save may still commit, if it was only frozen: its files are left to whoever can remove the claim.
+        If it has been refreshed or rewritten meanwhile, it says all that there is to say, and its save goes on.
         """
         claim = name.removesuffix(TEMPORARY)
         why = f"{self.storage.location}/{claim} is there again"
@@ -231,12 +253,14 @@ class Lease:
             there = [each for each in (claim + TEMPORARY, claim) if each in names]
             if not there:
                 return True
+            now = self._claim.now()
+            if not (is_given_up or all(is_expired(self.storage, each, now) for each in there)):
+                return False
             try:
                 for each in there:
                     self.storage.delete(each)
-            except OSError as error:
+            except OSError as error:  # it may be gone for all that
                 why = str(error)
-                break
         self._leave_stuck(name, why)
         return False
 
@@ -307,6 +331,10 @@ class Lease:
                     found[name] = record
         return found
 
+    def are_settled(self) -> bool:
+        """Whether no claim speaks of dead saves that may yet be committed."""
+        return not any(record.taken for _, record in records_of(self.storage).values())
+
     def rival(self, save: str) -> str | None:
         """The claim of somebody else, not known to be dead, who makes or removes files of this save, or is about to.
 
@@ -316,7 +344,7 @@ class Lease:
         for name, (parsed, record) in records_of(self.storage).items():
             deletes = record.deletes and not record.done
             deletes &= parsed.unique_id == self.unique_id or record.is_empty
-            if parsed.save_id == self.save_id or not (deletes or save in (*record.own, record.replaces)):
+            if parsed.save_id == self.save_id or not (deletes or record.speaks_of(save)):
                 continue
             if not is_expired(self.storage, name, now):
                 return name
@@ -348,10 +376,10 @@ class Lease:
         self._leave(self.doomed)
         self.doomed = []
 
-    def _leave(self, saves: Sequence[str]) -> str:
+    def _leave(self, saves: Sequence[str], taken: Sequence[Statement] = ()) -> str:
         other = secrets.token_hex(8)
         self._ids.add(other)
-        claim = Claim(other, None, list(saves), deletes=True, done=True, passes_on=True)
+        claim = Claim(other, None, list(saves), deletes=True, done=True, passes_on=True, taken=list(taken))
         name = claim_name(self.unique_id, other)
         self.storage.publish(name, msgspec.json.encode(claim), name + TEMPORARY, replace=True)
         return name
@@ -369,11 +397,20 @@ class Lease:
         """End when nothing of these saves is to be removed; what is left of dead saves is left to a later save."""
         self.stop()
         self.doomed = [save for save in self.doomed if save not in saves]
-        if not self.doomed:
+        if self.doomed or self._taken:
+            self._hold_nobody_up()
+            return
+        try:
             self.end()
-        elif self._deletes:
-            self.replaces = None  # after all, it removes no checkpoint
-            self.mark_done()  # so that nobody waits
+        except OSError:
+            self._hold_nobody_up()
+            raise
+
+    def _hold_nobody_up(self) -> None:
+        """Say of a deletion that it removes no checkpoint after all, so that nobody waits."""
+        if self._deletes:
+            self.replaces = None
+            self.mark_done()
 
     def check_alone(self, everywhere: bool = True) -> None:
         """See that nobody else is saving to the folder, or to this id in it.
@@ -403,7 +440,7 @@ class Lease:
 
         A save that is taken for dead, and that nothing stops, as its claim could not be removed, may still commit.
         """
-        if of_id is not None and of_id.done:
+        if of_id is not None and of_id.is_settled:
             return True
         return name in self._stuck and (of_id is None or of_id.automatic)
 
@@ -412,5 +449,10 @@ class Lease:
         self._claim.stop()
 
     def end(self) -> None:
-        """Remove the claim: nothing is left to do."""
+        """Remove the claim: nothing is left to do.
+
+        Raises:
+            OSError: it could not be removed, or the name that the save's `.metadata` had, of which it alone speaks.
+        """
+        self.storage.delete(self.temporary)  # it may have been impossible to remove
         self._claim.remove()

@@ -529,22 +529,54 @@ def test_a_claim_that_was_taken_over_does_not_come_back(
     second[0].end()
 
 
-def test_a_dead_claim_that_is_being_rewritten_goes_all_the_same(tmp_path: Path) -> None:
-    """Its save writes it for the last time between the removal of the claim and that of its temporary name."""
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_dead_claim_that_is_being_rewritten(tmp_path: Path, silent: bool) -> None:
+    """Its save writes it between the removal of the claim and that of its temporary name, perhaps for the last time."""
     first = Lease(LocalStorage(tmp_path), 3, automatic=True)
     first.stop()
-    age(tmp_path / first.name)
+    claim = tmp_path / first.name
+    age(claim)
     written: list[str] = []
 
     def hook(operation: str, name: str) -> None:
-        if operation == "names" and not written and not (tmp_path / first.name).exists():
+        if operation == "names" and not written and not claim.exists():
             written.append(name)
-            (tmp_path / first.name).write_bytes(b"{}")
+            claim.write_bytes(b"{}")
+            if silent:
+                age(claim)
 
     second = Lease(FaultyStorage(tmp_path, hook), 4, automatic=True)
     assert written
-    assert second.doomed == [first.save_id]
-    assert [path.name for path in tmp_path.iterdir()] == [second.name]
+    assert second.doomed == ([first.save_id] if silent else [])
+    assert {path.name for path in tmp_path.iterdir()} == ({second.name} if silent else {first.name, second.name})
+    assert first.is_held() is not silent
+    second.end()
+
+
+@pytest.mark.parametrize("before", ["publish", "names", "delete"])
+def test_a_save_that_thaws_while_it_is_taken_over(tmp_path: Path, before: str) -> None:
+    """What it has written since is not forgotten: it goes on, or it finds its claim gone."""
+    first = Lease(LocalStorage(tmp_path), 3, automatic=True)
+    first.stop()
+    age(tmp_path / first.name)
+    published: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "publish":
+            published.append(name)
+        if len(published) == 2 and operation == before and "thawed" not in published:
+            published.append("thawed")
+            first.take_on("0123456789abcdef")
+
+    second = Lease(FaultyStorage(tmp_path, hook), 4, automatic=True)
+    assert "thawed" in published
+    if before == "delete":
+        assert not first.is_held()
+        assert second.doomed == [first.save_id]
+    else:
+        assert first.is_held()
+        assert second.doomed == []
+        assert "0123456789abcdef" in (tmp_path / first.name).read_text()
     second.end()
 
 

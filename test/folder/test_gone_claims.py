@@ -8,8 +8,11 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ from paddle_dist_ckpt.folder import commit
 from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import begin_deletion, delete
 from paddle_dist_ckpt.folder.lease import Lease
+from paddle_dist_ckpt.folder.rebuild import rebuild
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage
@@ -110,9 +114,9 @@ def test_what_a_save_replaces_while_it_is_taken_for_dead_is_not_forgotten(tmp_pa
             published.wait(PATIENCE)
 
     def until_then(operation: str, name: str) -> None:
-        hook(operation, name)
-        if operation == "delete" and name.endswith(".metadata.tmp"):
+        if operation == "names" and thaw.is_set():
             raise Killed
+        hook(operation, name)
 
     thread.start()
     try:
@@ -408,9 +412,13 @@ def test_who_loses_its_claim_while_it_takes_over_does_not_speak_of_what_is_commi
         if operation == "delete" and name == f"5.{save}.metadata.tmp":
             raise CheckpointTimeoutError("it hangs")
 
+    (tmp_path / f"5.{save}.metadata.tmp").touch()
     save_alone(state(7), FaultyStorage(tmp_path, hook), 7)
-    assert all(save not in says["removes"] for says in claims_of(tmp_path))
-    assert ["ab" * 8] in [says["removes"] for says in claims_of(tmp_path)]
+    (says,) = (says for says in claims_of(tmp_path) if "taken" in says)
+    assert [says["removes"], *(said["removes"] for said in says["taken"])] == [[], ["ab" * 8]]
+    (tmp_path / "5.metadata").write_bytes(b"")
+    assert rebuild(LocalStorage(tmp_path), save, False).save_id == save
+    assert not verify(tmp_path, 5).problems
 
 
 def test_a_copy_that_was_taken_for_dead_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,6 +441,26 @@ def test_a_copy_that_was_taken_for_dead_is_in_nobodys_way(tmp_path: Path, monkey
     with pytest.raises((CheckpointError, OSError)):
         copy(LocalStorage(ours), FaultyStorage(theirs, hook), 1, False)
     assert verify(theirs, 1).problems == ()
+
+
+@pytest.mark.parametrize("operation", ["free_bytes", "create", "publish"])
+def test_a_copy_whose_folder_is_removed_says_that_its_claim_is_gone(tmp_path: Path, operation: str) -> None:
+    """Who has taken it for dead has found nothing else there."""
+    ours, theirs = tmp_path / "from", tmp_path / "to"
+    save_alone(state(5), ours, 5)
+
+    class Storage(FaultyStorage):
+        def free_bytes(self) -> int | None:
+            hook("free_bytes", "")
+            return super().free_bytes()
+
+    def hook(found: str, name: str) -> None:
+        if found == operation and not name.endswith(".claim"):
+            shutil.rmtree(theirs)
+
+    with pytest.raises(CheckpointError, match="claim .* is gone: another save took this one"):
+        copy(LocalStorage(ours), Storage(theirs, hook), 5, False)
+    assert not theirs.exists()
 
 
 def test_a_deletion_on_a_full_disk_may_take_over_what_a_copy_makes(tmp_path: Path) -> None:
@@ -577,3 +605,226 @@ def test_a_deletion_that_was_taken_for_dead_and_is_not_confirmed_leaves_its_file
     age_claims(tmp_path)
     save_alone(state(8), tmp_path, 8)
     check_holds(tmp_path, {2: 2, 7: 7, 8: 8})
+
+
+def test_a_temporary_name_that_a_failed_rebuild_could_not_remove_is_left_to_a_later_save(tmp_path: Path) -> None:
+    """The disk is full when it is to have its name, and at fault when it is to go."""
+    save_alone(state(1), tmp_path, 1)
+    save_alone(state(2), tmp_path, 2)
+    (save,) = (save for save, unique_id in saves_in(tmp_path).items() if unique_id == 1)
+    (tmp_path / "1.metadata").unlink()
+    with stays_temporary(), pytest.raises(OSError, match="No space left"):
+        rebuild(LocalStorage(tmp_path), save, False)
+    (temporary,) = tmp_path.glob("*.metadata.tmp")
+    (says,) = claims_of(tmp_path)
+    assert says["deletes"]
+    assert says["done"]  # nobody waits for it
+    age_claims(tmp_path)
+    save_alone(state(3), tmp_path, 3)
+    assert not temporary.exists()
+    assert not claims_of(tmp_path)
+    rebuild(LocalStorage(tmp_path), save, False)
+    check_holds(tmp_path, {1: 1, 2: 2, 3: 3})
+
+
+@contextmanager
+def stays_temporary() -> Iterator[None]:
+    """No file may get a name without losing its old one: there is no room for a link, nor can the old name go."""
+
+    def link(source: Any, target: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        if self.name.endswith(".metadata.tmp"):
+            raise OSError(errno.EIO, "Input/output error", str(self))
+        os.unlink(self)
+
+    with mock.patch.object(os, "link", link), mock.patch.object(Path, "unlink", unlink):
+        yield
+
+
+class LastStep(LocalStorage):
+    """A folder that a save publishes its `.metadata` to only when it is told, and in which it dies then."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.is_there, self.goes_on = threading.Event(), threading.Event()
+
+    def publish(
+        self, name: str, data: bytes, temporary: str, replace: bool, confirm: Callable[[], None] | None = None
+    ) -> bool:
+        def confirm_and_freeze() -> None:
+            assert confirm is not None
+            confirm()
+            self.is_there.set()
+            assert self.goes_on.wait(PATIENCE)
+
+        if not name.endswith(".metadata"):
+            return super().publish(name, data, temporary, replace, confirm)
+        super().publish(name, data, temporary, replace, confirm_and_freeze)
+        raise Killed
+
+
+@contextmanager
+def frozen_at_its_last_step(folder: Path, version: int, unique_id: int) -> Iterator[Callable[[], None]]:
+    """A save that has confirmed, and been silent since for longer than its claim counts.
+
+    Yields:
+        Lets it go on, until it has published, or has found that it may not.
+    """
+    storage = FaultyStorage(folder, lambda operation, name: None)
+    storage._inner = slow = LastStep(folder)
+    thread = threading.Thread(target=try_save, args=([state(version)], storage, unique_id))
+
+    def thaw() -> None:
+        slow.goes_on.set()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+    thread.start()
+    try:
+        assert slow.is_there.wait(PATIENCE)
+        age_claims(folder)
+        yield thaw
+    finally:
+        thaw()
+
+
+def refuses(suffix: str, number: int) -> Callable[[str, str], None]:
+    """A hook: no file with this ending can be removed."""
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name.endswith(suffix):
+            raise OSError(number, os.strerror(number), name)
+
+    return hook
+
+
+@pytest.mark.parametrize("taker", ["save", "deletion"])
+@pytest.mark.parametrize("then", ["another save", "a save over it", "another deletion"])
+def test_what_a_save_replaces_that_its_taker_could_not_stop_is_not_forgotten(
+    tmp_path: Path, taker: str, then: str
+) -> None:
+    """Its claim is gone, but not its temporary name, so it commits when it thaws, and dies."""
+    for unique_id in (0, 5):
+        save_alone(state(unique_id), tmp_path, unique_id)
+    with frozen_at_its_last_step(tmp_path, 1, 0) as thaw:
+        storage = FaultyStorage(tmp_path, refuses(".metadata.tmp", errno.EIO))
+        with pytest.raises((OSError, CheckpointError), match="Input/output error"):
+            save_alone(state(2), storage, 7) if taker == "save" else delete(storage, 5)
+        thaw()
+    assert list_checkpoints(tmp_path) == [0, 5]
+    if then == "a save over it":
+        save_alone(state(3), tmp_path, 0)
+    age_claims(tmp_path)
+    if then == "another deletion":
+        delete(LocalStorage(tmp_path), 5)
+    else:
+        save_alone(state(4), tmp_path, 8)
+    left = {"another save": {0: 1, 5: 5, 8: 4}, "a save over it": {0: 3, 5: 5, 8: 4}, "another deletion": {0: 1}}[then]
+    check_holds(tmp_path, left)
+
+
+@pytest.mark.parametrize("ends", ["a save", "a deletion"])
+def test_files_of_a_save_that_may_yet_commit_are_left_alone_by_who_ends_beside_a_failed_taker(
+    tmp_path: Path, ends: str
+) -> None:
+    """A deletion of the same id has removed its claim, but not its temporary name, and says that nobody need wait."""
+    save_alone(state(0), tmp_path, 0)
+    with frozen_at_its_last_step(tmp_path, 1, 0) as thaw:
+        with pytest.raises(OSError, match="Input/output error"):
+            delete(FaultyStorage(tmp_path, refuses(".metadata.tmp", errno.EIO)), 0)
+        (says,) = claims_of(tmp_path)
+        assert says["done"]
+        if ends == "a save":
+            save_alone(state(2), tmp_path, 0)
+        else:
+            with pytest.raises(CheckpointError, match="is being saved to"):
+                delete(LocalStorage(tmp_path), 0)
+        thaw()
+    assert verify(tmp_path, 0).problems == ()
+    age_claims(tmp_path)
+    save_alone(state(3), tmp_path, 8)
+    check_holds(tmp_path, {0: 1, 8: 3})
+
+
+@pytest.mark.parametrize("at", ["names", "delete"])
+def test_the_temporary_name_of_a_committed_metadata_goes_although_who_took_it_over_dies_as_well(
+    tmp_path: Path, at: str
+) -> None:
+    """The name is a second one of the `.metadata`, if its save died just after the link."""
+    save_alone(state(0), tmp_path, 0)
+    (save,) = saves_in(tmp_path)
+    claim, temporary = tmp_path / f"0.{save}.claim", tmp_path / f"0.{save}.metadata.tmp"
+    claim.write_text(json.dumps({"save": save, "replaces": None, "removes": []}))
+    os.link(tmp_path / "0.metadata", temporary)
+    age_claims(tmp_path)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == at and not claim.exists():
+            raise Killed
+
+    try_save([state(1)], FaultyStorage(tmp_path, hook), 1)
+    assert temporary.exists()
+    assert not claim.exists()
+    age_claims(tmp_path)
+    save_alone(state(2), tmp_path, 2)
+    check_holds(tmp_path, {0: 0, 2: 2})
+
+
+def test_what_a_failed_taker_has_said_of_a_save_that_thaws_is_not_held_against_it(tmp_path: Path) -> None:
+    """Its claim could not be removed, so that it goes on; the claim of who has tried speaks of it for a while."""
+    save_alone(state(0), tmp_path, 0)
+    with frozen_at_its_last_step(tmp_path, 1, 0) as thaw:
+        (own,) = tmp_path.glob("0.*.claim")
+        dies: list[bool] = []
+
+        def hook(operation: str, name: str) -> None:
+            if dies or (operation == "delete" and name == own.name):
+                dies.append(True)
+                raise Killed
+
+        try_save([state(2)], FaultyStorage(tmp_path, hook), 7)
+        age_claims(tmp_path)
+        os.utime(own)  # it lives
+        save_alone(state(3), tmp_path, 8)
+        assert own.exists()
+        thaw()
+    assert verify(tmp_path, 0).problems == ()
+    age_claims(tmp_path)
+    save_alone(state(4), tmp_path, 9)
+    check_holds(tmp_path, {0: 1, 8: 3, 9: 4})
+
+
+def test_a_checkpoint_of_paddles_is_put_aside_by_who_takes_over_a_save_that_commits_late(tmp_path: Path) -> None:
+    (tmp_path / "0.metadata").write_bytes(b"\x80\x04}.")
+    save_alone(state(1), tmp_path, 1)
+    (save,) = saves_in(tmp_path)
+    data = (tmp_path / "1.metadata").read_bytes()
+    (tmp_path / "1.metadata").unlink()
+    says = {"save": save, "replaces": None, "removes": [], "of_paddle": 0, "automatic": True}
+    (tmp_path / f"1.{save}.claim").write_text(json.dumps(says))
+    age_claims(tmp_path)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name == f"1.{save}.claim":  # it commits just now
+            (tmp_path / "1.metadata").write_bytes(data)
+
+    save_alone(state(2), FaultyStorage(tmp_path, hook), 2)
+    assert sorted(path.name for path in tmp_path.glob("*metadata*")) == [
+        "0.metadata.replaced",
+        "1.metadata",
+        "2.metadata",
+    ]
+    assert not claims_of(tmp_path)
+
+
+def test_a_claim_that_says_what_others_have_said_in_vain_depth_is_read(tmp_path: Path) -> None:
+    """A stranger's: what it has taken says nothing of what that has taken, however deep it goes."""
+    deep: dict[str, Any] = {"save": "x", "replaces": None, "removes": []}
+    for _ in range(100):
+        deep = {"save": "x", "replaces": None, "removes": ["cd" * 8], "taken": [deep]}
+    (tmp_path / f"1.{'ab' * 8}.claim").write_text(json.dumps(deep))
+    age_claims(tmp_path)
+    save_alone(state(2), tmp_path, 2)
+    check_holds(tmp_path, {2: 2})

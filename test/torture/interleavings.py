@@ -14,7 +14,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +75,8 @@ _FAULTS = (
 _NUMBERS = (errno.EIO, errno.EIO, errno.ENOSPC, errno.EACCES)
 _CALLS, _MARKED = 60, 12
 """About how many calls a deed makes, and how many of those that list the folder, or name or remove something."""
+_REMOVALS = ("delete", "prune", "rebuild")
+"""Which deeds have claims of the kind that a deletion has."""
 _ROUNDS = 3
 """How many saves, each when all claims have expired, may be needed until nothing is left over."""
 
@@ -121,7 +123,7 @@ def attempt(seed: int, folder: Path) -> Counter[str]:
             history.check()
     except BaseException as error:
         if history.is_excused:
-            return Counter(["frozen before the last step"])
+            return Counter(["frozen before a removal"])
         raise AssertionError(f"{type(error).__name__}: {error}\n{history}") from error
     return history.outcomes
 
@@ -145,10 +147,11 @@ class _History:
         self.holders: dict[tuple[Path, int], str | None] = {}
         self.lost: str | None = None  # a save without its `.metadata`
         self.busy: dict[Job, _Deed] = {}
-        # The time when each job has seen that it has its claim, and whether one has removed or replaced something long
-        # after that: no promise is made for this (docs_en/guarantees.rst).
+        # The time when each job has seen that it has its claim, and whether one has removed something long after that:
+        # no promise is made for this (docs_en/guarantees.rst).
         self.seen: dict[int, float] = {}
         self.is_excused = False
+        self.claims: dict[str, int] = {}  # who has made which
         self._set_up("rebuild" in kinds)
         self.schedule = Schedule(rng, self._faults(), functools.partial(_age, self.root))
 
@@ -246,7 +249,9 @@ class _History:
         place = call.arguments[1] if call.name in ("link", "rename", "replace") else call.path
         name = os.path.basename(place) if isinstance(place, (str, os.PathLike)) else ""
         unique_id = metadata_id(name)
-        if call.name in ("stat", "unlink") or (call.name == "replace" and unique_id is not None):
+        if call.name == "replace" and name.endswith(".claim"):
+            self.claims[name] = call.rank
+        elif call.name in ("stat", "unlink"):
             perform = functools.partial(self._look, call, perform)
         if unique_id is None or call.name not in ("link", "rename", "replace", "unlink", "remove"):
             return self.schedule.handle(call, perform)
@@ -264,11 +269,12 @@ class _History:
         return self.schedule.handle(call, watch)
 
     def _look(self, call: Call, perform: Perform, *given: Any) -> Any:
-        """Take note of looks at claims, and of removals and commits that come too long after them."""
-        if call.name == "stat" and call.path.endswith(".claim"):
-            self.seen[call.rank] = self.schedule.now
-        elif call.name == "replace" or (call.name == "unlink" and not call.path.endswith((".claim", ".tmp"))):
+        """Take note of looks at claims, and of removals that come too long after them."""
+        name = os.path.basename(call.path)
+        if call.name == "unlink" and not name.endswith(".tmp") and self.claims.get(name) != call.rank:
             self.is_excused |= self.schedule.now - self.seen.get(call.rank, math.inf) >= EXPIRES_AFTER
+        elif call.name == "stat" and name.endswith(".claim"):
+            self.seen[call.rank] = self.schedule.now
         return perform(*given)
 
     def _note(self, number: int, event: _Event) -> None:
@@ -325,7 +331,7 @@ class _History:
             for deed in deeds:
                 self.outcomes[_outcome(deed)] += 1
                 if deed.is_over:
-                    _check_told(deed, job.is_told)
+                    _check_told(deed, job.is_told, {*self.holders.values()})
         left = self._clean_up()
         for (folder, unique_id), save in self.holders.items():
             assert _save_in(folder, unique_id) == save, f"{unique_id} is not {save}"
@@ -366,22 +372,17 @@ class _History:
         return left
 
     def _may_be_left(self, name: str) -> bool:
-        """Whether it is a file that may be rebuilt, or what a deletion had to remove and no room to say so.
+        """Whether it is a data file that may be rebuilt, or what a deletion had no room to say that it removes.
 
-        Or any data file where three things have come together: somebody was frozen, and killed when it went on, and
-        somebody was told of an error, perhaps just when it took over, or spoke again.
-
-        Or the temporary name of a `.metadata` that is there, whose save was killed just before it removed that, and so
-        was who has taken over its claim.
+        Such a deletion on a full disk has ended badly, whether the file was what it had to remove or a dead save's.
         """
-        temporary, parsed = parse_temporary(name), parse_data_file(name)
-        if temporary is not None and temporary.save_id in self.holders.values():
-            return sum(job.dead for job in self.jobs) > 1
-        spared = {self.lost}
-        if self.schedule.happened[Kind.FULL]:
-            spared |= {save for deeds in self.deeds for deed in deeds for save in deed.meant}
-        three = any(job.has_been_frozen and job.dead for job in self.jobs) and any(job.is_told for job in self.jobs)
-        return parsed is not None and (parsed.save_id in spared or three)
+        parsed, temporary = parse_data_file(name), parse_temporary(name)
+        if self.schedule.happened[Kind.FULL] and (parsed or temporary) is not None:
+            jobs = zip(self.jobs, self.deeds, strict=True)
+            removing = [job for job, deeds in jobs if any(deed.kind in _REMOVALS for deed in deeds)]
+            if any(job.dead or job.is_told for job in removing):
+                return True
+        return parsed is not None and parsed.save_id == self.lost
 
 
 _DOES: dict[str, Callable[[_History, _Deed, Path], None]] = {
@@ -403,14 +404,14 @@ def _outcome(deed: _Deed) -> str:
     return "done" if deed.error is None else "refused"
 
 
-def _check_told(deed: _Deed, is_told: bool) -> None:
-    """What was said of it is true, and an error that a user can understand."""
+def _check_told(deed: _Deed, is_told: bool, there: Container[str | None]) -> None:
+    """What was said of it is true, and an error that a user can understand. ``there`` are the saves that are."""
     error, named = deed.error, [event for event in deed.events if event.now is not None]
     if deed.kind in ("save", "next", "newest", "copy", "rebuild"):
         if error is None:
             assert named, f"{deed} is not committed"
         elif not isinstance(error, DurabilityUnknownError):
-            assert not named, f"{deed} is committed"
+            assert not any(event.now in there for event in named), f"{deed} is committed"
     if error is None or isinstance(error, (CheckpointNotFoundError, CheckpointReplacedError)):
         return
     if isinstance(error, CheckpointCorruptedError):
