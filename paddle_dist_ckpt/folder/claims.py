@@ -109,6 +109,11 @@ class Claim(Statement, frozen=True, omit_defaults=True):
         """Whether it is done, and certain what it speaks of."""
         return self.done and not self.taken
 
+    @property
+    def may_replace(self) -> bool:
+        """Whether its save may yet replace what another one has committed under its id, perhaps without knowing it."""
+        return not (self.automatic or self.done) and (self.is_unread or not self.deletes)
+
     def speaks_of(self, save: str) -> bool:
         """Whether it might come to remove files of a save."""
         return any(save in (*said.own, said.replaces) for said in self.all)

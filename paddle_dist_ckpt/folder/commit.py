@@ -18,7 +18,6 @@ from ..storage.base import Storage, is_refusal
 from .aside import put_aside
 from .catalogs import ids_beside
 from .checkpoint import read_checkpoint
-from .claims import Claim
 from .foreign import Format, look
 from .ids import committed_saves, metadata_ids, newest_id, next_id, save_of
 from .lease import Lease
@@ -142,6 +141,7 @@ def publish(lease: Lease, metadata: Metadata, value_cost: int) -> int:
         # save for dead removes first the claim and then that name, so one of the two stops the commit.
         if publish_under(lease, unique_id, data, not lease.automatic, lease.confirm):
             return unique_id
+        storage.delete(lease.temporary)  # it may have been impossible to remove
         unique_id = max(unique_id + 1, next_id(storage.names()))
 
 
@@ -235,7 +235,7 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
     """
     storage, others = lease.storage, lease.others(unique_id)
     is_certain = lease.are_settled()  # IMPORTANT: looked at after the claims: who removes one has said so before
-    if not is_certain or any(map(_may_replace, others.values())):
+    if not is_certain or any(claim.may_replace for claim in others.values()):
         lease.mark_done(unique_id)
         others = lease.others(unique_id)  # IMPORTANT: of two that end at once, one sees the other's mark
     over = {name: claim for name, claim in others.items() if claim.is_settled}
@@ -246,13 +246,9 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
         doubtful.add(save_id)
     committed = committed_saves(storage) if doubtful else {}
     saves = sorted(save for save in doubtful if save is not None and save not in committed)
-    rivals = not is_certain or any(map(_may_replace, others.values()))
+    rivals = not is_certain or any(claim.may_replace for claim in others.values())
     claims = [name for name, claim in over.items() if not rivals or not any(save in committed for save in claim.own)]
     return Aftermath(saves, claims, rivals and save_id not in saves)
-
-
-def _may_replace(claim: Claim) -> bool:
-    return not (claim.automatic or claim.done) and (claim.is_unread or not claim.deletes)
 
 
 def finish(lease: Lease, left: Aftermath) -> None:

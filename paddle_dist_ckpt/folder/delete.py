@@ -200,12 +200,19 @@ def _end_failed(
     return what
 
 
-def removal_lease(storage: Storage, unique_id: int, automatic: bool) -> Lease:
+def removal_lease(storage: Storage, unique_id: int, automatic: bool, tries: int = 3) -> Lease:
     """The lease of a removal, for which no folder is made."""
     try:
         return Lease(storage, unique_id, automatic, deletes=True)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{storage.location} has been removed meanwhile") from None
+        try:
+            storage.identity()
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(f"{storage.location} has been removed meanwhile") from None
+        if tries == 1:
+            raise
+        # It was silent for so long that somebody has removed the temporary name of its claim before there was one.
+        return removal_lease(storage, unique_id, automatic, tries - 1)
 
 
 def _what_became(storage: Storage, unique_id: int, save_id: str) -> str | None:

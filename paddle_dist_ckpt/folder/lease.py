@@ -175,7 +175,7 @@ class Lease:
         committed, records, gone = dict[str, int](), dict[str, Claim](), list[str]()
         try:
             committed = committed_saves(self.storage)
-            records = self._records_of(dead)
+            records = self._ripe(self._records_of(dead), dead, committed)
             self._taken = self._said_of(records, records, committed)
             self._write()
             gone += [name for name in records if self._remove_dead(name, dead[name].save_id in given_up)]
@@ -188,6 +188,19 @@ class Lease:
             if self._taken:  # no other claim speaks of them any more, and this one speaks of its save, too
                 self._leave([], self._taken)
             self._taken = []
+
+    def _ripe(
+        self, records: Mapping[str, Claim], dead: Mapping[str, ClaimName], committed: Mapping[str, int]
+    ) -> dict[str, Claim]:
+        """The claims but for those of committed saves that live ones may yet replace without knowing it."""
+
+        def has_rival(save: str) -> bool:
+            others = self.others(committed[save]).items()
+            return any(claim.may_replace for name, claim in others if name not in dead)
+
+        waiting = {record.save for record in records.values() if record.done and record.save in committed}
+        left = set(filter(has_rival, waiting))
+        return {name: record for name, record in records.items() if record.save not in left}
 
     def _said_of(
         self, records: Mapping[str, Claim], names: Collection[str], committed: Collection[str]
@@ -280,6 +293,7 @@ class Lease:
         # has given up. So after this wait nobody removes what is about to be published.
         if not self.automatic and not self._deletes:
             self._wait_for_deletion()
+        self._claim.touch()  # who has found it too old looks once more before it is removed
         self.check_held()
         if self._look():
             self._write()

@@ -90,6 +90,19 @@ class OwnClaim:
         except FileNotFoundError:
             raise lost_claim(self._storage, self.name) from None
 
+    def touch(self) -> None:
+        """Have it count for a while from now on.
+
+        Raises:
+            CheckpointError: see :meth:`check_held`.
+        """
+        try:
+            self._storage.touch(self.name)
+        except FileNotFoundError:
+            raise lost_claim(self._storage, self.name) from None
+        except OSError as error:
+            _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
+
     def keep_fresh(self, when_lost: Callable[[], str | None]) -> None:
         """Touch it now and then, on a thread of its own; see :meth:`refresh`."""
 

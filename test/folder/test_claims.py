@@ -553,6 +553,48 @@ def test_a_dead_claim_that_is_being_rewritten(tmp_path: Path, silent: bool) -> N
     second.end()
 
 
+def test_a_deletion_that_thaws_while_it_is_taken_over_is_not_taken_for_dead(tmp_path: Path) -> None:
+    """Its claim is too old until just before it removes the `.metadata`; what takes it over replaces that meanwhile."""
+    save_alone(state(0), tmp_path, 0)
+    taking: list[str] = []
+    taker = threading.Thread(target=lambda: save_alone(state(1), FaultyStorage(tmp_path, waits), 0))
+    waiting, confirmed = threading.Event(), threading.Event()
+
+    def waits(operation: str, name: str) -> None:
+        if operation == "publish" and name.endswith(".claim"):
+            taking.append(name)
+            if len(taking) == 2:
+                waiting.set()
+                assert confirmed.wait(PATIENCE)
+
+    class Slow(LocalStorage):
+        claimed = 0
+
+        def publish(self, *args: Any, **kwargs: Any) -> bool:
+            is_published = super().publish(*args, **kwargs)
+            self.claimed += 1
+            return is_published
+
+        def delete(self, name: str) -> None:
+            if name == "0.metadata":
+                confirmed.set()
+                taker.join(2)  # it has to wait for this one
+                assert taker.is_alive()
+            super().delete(name)
+
+    def freezes(operation: str, name: str) -> None:
+        if slow.claimed == 2 and operation in ("touch", "modified") and not taking:
+            age_claims(tmp_path)
+            taker.start()
+            assert waiting.wait(PATIENCE)
+
+    storage = FaultyStorage(tmp_path, freezes)
+    storage._inner = slow = Slow(tmp_path)
+    delete(storage, 0)
+    taker.join(PATIENCE)
+    check_holds(tmp_path, {0: 1})
+
+
 @pytest.mark.parametrize("before", ["publish", "names", "delete"])
 def test_a_save_that_thaws_while_it_is_taken_over(tmp_path: Path, before: str) -> None:
     """What it has written since is not forgotten: it goes on, or it finds its claim gone."""

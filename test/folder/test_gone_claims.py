@@ -644,10 +644,11 @@ def stays_temporary() -> Iterator[None]:
 
 
 class LastStep(LocalStorage):
-    """A folder that a save publishes its `.metadata` to only when it is told, and in which it dies then."""
+    """A folder that a save publishes its `.metadata` to only when it is told, and in which it may die then."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dies: bool) -> None:
         super().__init__(path)
+        self._dies = dies
         self.is_there, self.goes_on = threading.Event(), threading.Event()
 
     def publish(
@@ -661,19 +662,23 @@ class LastStep(LocalStorage):
 
         if not name.endswith(".metadata"):
             return super().publish(name, data, temporary, replace, confirm)
-        super().publish(name, data, temporary, replace, confirm_and_freeze)
-        raise Killed
+        is_published = super().publish(name, data, temporary, replace, confirm_and_freeze)
+        if self._dies:
+            raise Killed
+        return is_published
 
 
 @contextmanager
-def frozen_at_its_last_step(folder: Path, version: int, unique_id: int) -> Iterator[Callable[[], None]]:
+def frozen_at_its_last_step(
+    folder: Path, version: int, unique_id: int, dies: bool = True
+) -> Iterator[Callable[[], None]]:
     """A save that has confirmed, and been silent since for longer than its claim counts.
 
     Yields:
-        Lets it go on, until it has published, or has found that it may not.
+        Lets it go on, until it has published, and died then if it ``dies``, or has found that it may not.
     """
     storage = FaultyStorage(folder, lambda operation, name: None)
-    storage._inner = slow = LastStep(folder)
+    storage._inner = slow = LastStep(folder, dies)
     thread = threading.Thread(target=try_save, args=([state(version)], storage, unique_id))
 
     def thaw() -> None:
@@ -828,3 +833,79 @@ def test_a_claim_that_says_what_others_have_said_in_vain_depth_is_read(tmp_path:
     age_claims(tmp_path)
     save_alone(state(2), tmp_path, 2)
     check_holds(tmp_path, {2: 2})
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_deletion_that_is_taken_for_dead_before_it_has_its_claim(tmp_path: Path, times: int) -> None:
+    """Somebody has found the temporary name of its claim, and that is old."""
+    save_alone(state(0), tmp_path, 0)
+    gone: list[str] = []
+
+    class Storage(LocalStorage):
+        def publish(self, name: str, data: bytes, temporary: str, replace: bool, confirm: Any = None) -> bool:
+            def taken_over() -> None:
+                if len(gone) < times and name.endswith(".claim"):
+                    gone.append(temporary)
+                    (tmp_path / temporary).unlink()
+                if confirm is not None:
+                    confirm()
+
+            return super().publish(name, data, temporary, replace, taken_over)
+
+    if times == 1:
+        delete(Storage(tmp_path), 0)
+        assert not files_in(tmp_path)
+    else:
+        with pytest.raises(FileNotFoundError):
+            delete(Storage(tmp_path), 0)
+        check_holds(tmp_path, {0: 0})
+    assert len(gone) == times
+
+
+def test_a_save_whose_temporary_name_stays_when_its_id_is_taken_says_why(tmp_path: Path) -> None:
+    """It would try the next id under the same name."""
+    save_alone(state(0), tmp_path, 0)
+
+    class Storage(LocalStorage):
+        def publish(self, name: str, data: bytes, temporary: str, replace: bool, confirm: Any = None) -> bool:
+            if name == "1.metadata":
+                save_alone(state(1), tmp_path, 1)
+                (tmp_path / temporary).write_bytes(data)  # could not be removed
+                stuck.append(temporary)
+                return False
+            return super().publish(name, data, temporary, replace, confirm)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name in stuck:
+            raise OSError(errno.EIO, "Input/output error", name)
+
+    stuck: list[str] = []
+    storage = FaultyStorage(tmp_path, hook)
+    storage._inner = Storage(tmp_path)
+    with pytest.raises((OSError, CheckpointError), match="Input/output error"):
+        save_alone(state(2), storage)
+    stuck.clear()
+    age_claims(tmp_path)
+    save_alone(state(3), tmp_path)
+    check_holds(tmp_path, {0: 0, 1: 1, 2: 3})
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_a_live_save_may_yet_replace_is_not_forgotten_by_who_takes_over_its_claim(
+    tmp_path: Path, dies: bool
+) -> None:
+    """Two saves of one id: the second is committed, and its claim waits for the first, which has confirmed before."""
+    save_alone(state(0), tmp_path, 0)
+    with frozen_at_its_last_step(tmp_path, 1, 0, dies) as thaw:
+        (own,) = tmp_path.glob("*.claim")
+        os.utime(own)  # it lives
+        save_alone(state(2), tmp_path, 0)
+        (waiting,) = {*tmp_path.glob("*.claim")} - {own}
+        age(waiting)
+        save_alone(state(3), tmp_path, 7)
+        assert waiting.exists()
+        thaw()
+    assert waiting.exists() is dies
+    age_all_claims(tmp_path)
+    save_alone(state(4), tmp_path, 8)
+    check_holds(tmp_path, {0: 1, 7: 3, 8: 4})

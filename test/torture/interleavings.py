@@ -58,6 +58,8 @@ _FOLDER = "ckpt"
 _OPTIONS = SaveOptions(block_bytes=4096, timeout=60, progress=False)
 _SOURCE = {0: 50, 1: 51}
 """What is copied from another folder: the version under each id."""
+_OF_PADDLE, _PICKLE = 3, b"\x80\x04}."
+"""The id of a checkpoint of Paddle's, above all others, and what its `.metadata` holds."""
 _MIXES = {
     False: ("save save save delete", "save delete copy copy", "save delete rebuild copy", "save next next newest",
             "save next delete load verify", "save newest delete rebuild"),
@@ -152,6 +154,7 @@ class _History:
         self.seen: dict[int, float] = {}
         self.is_excused = False
         self.claims: dict[str, int] = {}  # who has made which
+        self.has_paddles = "newest" in kinds and rng.random() < 0.3
         self._set_up("rebuild" in kinds)
         self.schedule = Schedule(rng, self._faults(), functools.partial(_age, self.root))
 
@@ -176,6 +179,9 @@ class _History:
             self._holds(folder, unique_id, 10 + unique_id)
         for unique_id, version in _SOURCE.items():
             self.version_of[_save_in(_source(), unique_id)] = version
+        if self.has_paddles:
+            self.root.mkdir(exist_ok=True)
+            (self.root / f"{_OF_PADDLE}.metadata").write_bytes(_PICKLE)
         if lose and self.holders and self.rng.random() < 0.7:
             folder, unique_id = self.rng.choice([*self.holders])
             self.lost = self.holders.pop((folder, unique_id))
@@ -341,6 +347,22 @@ class _History:
             here = [unique_id for (where, unique_id), save in self.holders.items() if where == folder and save]
             assert sorted(here) == (list_checkpoints(folder) if folder.is_dir() else [])
         assert not left, f"left over: {left}"
+        if self.has_paddles:
+            self._check_paddles()
+
+    def _check_paddles(self) -> None:
+        """A checkpoint of Paddle's is put aside once another stands for it, and not before."""
+        stands = any(
+            event.now is not None and event.before is None
+            for deeds in self.deeds
+            for deed in deeds
+            if deed.kind == "newest"
+            for event in deed.events
+        )
+        name = f"{_OF_PADDLE}.metadata"
+        kept, there = (f"{name}.replaced", name) if stands else (name, f"{name}.replaced")
+        assert (self.root / kept).read_bytes() == _PICKLE
+        assert not (self.root / there).exists(), f"{there} is there"
 
     def _clean_up(self) -> list[str]:
         """Let others save, or prune, when all claims have expired, until nothing is left over; returns what is."""
@@ -365,6 +387,7 @@ class _History:
             known = list_checkpoints(folder) if folder.is_dir() else []
             needed = {info.name for unique_id in known for info in read_metadata(folder, unique_id).files}
             needed |= {f"{unique_id}.metadata" for unique_id in known}
+            needed |= {f"{_OF_PADDLE}.metadata", f"{_OF_PADDLE}.metadata.replaced"} if self.has_paddles else set()
             names = [path.name for path in folder.glob("*") if path.is_file() and path.name not in needed]
             left += [f"{folder.name}/{name}" for name in names if not self._may_be_left(name)]
             if folder != self.root and not known and not names:
