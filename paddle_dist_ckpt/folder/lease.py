@@ -20,7 +20,7 @@ from contextlib import suppress
 import msgspec
 
 from ..errors import CheckpointError, CheckpointTimeoutError
-from ..files.names import ClaimName, claim_name, parse_temporary, temporary_name
+from ..files.names import claim_name, temporary_name
 from ..storage.base import Storage
 from .aside import put_aside
 from .claims import (
@@ -31,13 +31,12 @@ from .claims import (
     Claim,
     Statement,
     claims_in,
-    expired_claims,
     is_expired,
-    readable_record_of,
     record_of,
     records_of,
     saves_of_claim,
 )
+from .dead_claims import DeadClaims
 from .ids import committed_saves, known_save_of
 from .own_claim import OwnClaim
 
@@ -45,7 +44,6 @@ __all__ = ["Lease", "StuckClaimError"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _LOOK_AGAIN = 0.1  # seconds
-_REMOVALS = 4  # of a claim, and a look each
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -99,7 +97,7 @@ class Lease:
         self.is_said = False
         self._claim = OwnClaim(storage, claim_name(unique_id, self.save_id))
         self._taken: list[Statement] = []  # what dead saves' claims have said, until it is certain what follows
-        self._stuck: set[str] = set()  # the claims of dead saves that could not be removed
+        self._stuck: set[str] = set()  # the claims of dead saves that could not be read or removed
         self._look()
         try:
             self._write()
@@ -169,56 +167,37 @@ class Lease:
         they go. A save that was only frozen then finds its claim gone, and does not commit; or its temporary name, if
         it was frozen just before its last step. So that goes next, and only then it is certain which are committed.
         """
-        dead = expired_claims(self.storage, self.name, self._claim.now(), given_up)
-        if not dead:
+        dead = DeadClaims(self.storage, self._claim, given_up)
+        self._stuck = dead.stuck
+        if not dead.found:
             return
-        committed, records, gone = dict[str, int](), dict[str, Claim](), list[str]()
+        committed: dict[str, int] = {}
         try:
             committed = committed_saves(self.storage)
-            records = self._ripe(self._records_of(dead), dead, committed)
-            self._taken = self._said_of(records, records, committed)
+            dead.read()
+            dead.leave(self._awaited(dead, committed))
+            self._taken = dead.said(dead.records, committed)
             self._write()
-            gone += [name for name in records if self._remove_dead(name, dead[name].save_id in given_up)]
-            self._taken = self._said_of(records, gone, committed)
-            self._remove_temporaries({said.save for said in self._taken})
+            dead.remove()
+            self._taken = dead.said(dead.gone, committed)
+            dead.remove_temporaries({said.save for said in self._taken})
             self._settle()
         except CheckpointError as error:
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
-            self._taken = [said.without(committed) for said in self._said_of(records, gone, committed)]
+            self._taken = [said.without(committed) for said in dead.said(dead.gone, committed)]
             if self._taken:  # no other claim speaks of them any more, and this one speaks of its save, too
                 self._leave([], self._taken)
             self._taken = []
 
-    def _ripe(
-        self, records: Mapping[str, Claim], dead: Mapping[str, ClaimName], committed: Mapping[str, int]
-    ) -> dict[str, Claim]:
-        """The claims but for those of committed saves that live ones may yet replace without knowing it."""
+    def _awaited(self, dead: DeadClaims, committed: Mapping[str, int]) -> set[str]:
+        """The committed saves that wait for live ones, which may yet replace them without knowing it."""
 
-        def has_rival(save: str) -> bool:
+        def is_awaited(save: str) -> bool:
             others = self.others(committed[save]).items()
-            return any(claim.may_replace for name, claim in others if name not in dead)
+            return any(claim.may_replace for name, claim in others if name not in dead.found)
 
-        waiting = {record.save for record in records.values() if record.done and record.save in committed}
-        left = set(filter(has_rival, waiting))
-        return {name: record for name, record in records.items() if record.save not in left}
-
-    def _said_of(
-        self, records: Mapping[str, Claim], names: Collection[str], committed: Collection[str]
-    ) -> list[Statement]:
-        """What these claims say, and what they have taken over of claims that are gone."""
-        claimed = {parsed.save_id for parsed in claims_in(self.storage).values()}
-        found: list[Statement] = []
-        for name in names:
-            own, *taken = records[name].all
-            found += [said.known(committed) for said in [own, *taken] if said is own or said.save not in claimed]
-        return list({msgspec.json.encode(said): said for said in found}.values())
-
-    def _remove_temporaries(self, saves: Collection[str]) -> None:
-        """Remove the names that `.metadata` of saves have until they are published: none of these is any more."""
-        for name in self.storage.names():
-            parsed = parse_temporary(name)
-            if parsed is not None and parsed.save_id in saves:
-                self.storage.delete(name)
+        waiting = {record.save for record in dead.records.values() if record.done and record.save in committed}
+        return set(filter(is_awaited, waiting))
 
     def _settle(self) -> None:
         """Find out which files nobody needs any more, of those that dead saves' claims have spoken of."""
@@ -230,19 +209,6 @@ class Lease:
         self._taken = []
         self._write()
 
-    def _records_of(self, dead: Mapping[str, ClaimName]) -> dict[str, Claim]:
-        """What dead saves' claims say: those that are still there, and may be read by this process."""
-        found: dict[str, Claim] = {}
-        for name, parsed in dead.items():
-            try:
-                found[name] = readable_record_of(self.storage, name, parsed)
-            except FileNotFoundError:
-                _logger.debug("the claim %s is another save's to take over", name)
-            except PermissionError as error:  # it alone says what is to be removed, to whoever may read it
-                self._leave_stuck(name, error)
-        unread = {name.removesuffix(TEMPORARY) for name in self._stuck}
-        return {name: record for name, record in found.items() if name.removesuffix(TEMPORARY) not in unread}
-
     def _put_aside(self, record: Statement, committed: Collection[str]) -> None:
         """Do what a dead save has not done for a checkpoint of Paddle's."""
         if record.of_paddle is not None and record.save in committed:
@@ -251,36 +217,6 @@ class Lease:
             except (OSError, CheckpointError) as error:
                 _logger.warning("%s: a checkpoint of Paddle's is not put aside yet: %s", self.storage.location, error)
                 self.of_paddle = record.of_paddle if self.of_paddle is None else self.of_paddle
-
-    def _remove_dead(self, name: str, is_given_up: bool) -> bool:
-        """Remove a dead save's claim; returns whether that could be done.
-
-        If not, the save may still commit, if it was only frozen: its files are left to whoever can remove the claim.
-        If it has been refreshed or rewritten meanwhile, it says all that there is to say, and its save goes on.
-        """
-        claim = name.removesuffix(TEMPORARY)
-        why = f"{self.storage.location}/{claim} is there again"
-        for _ in range(_REMOVALS):  # it may be rewritten, for the last time, just before it is removed
-            # The claim last: as long as one of them cannot be removed, it is there, and says all that it has said.
-            names = self.storage.names()
-            there = [each for each in (claim + TEMPORARY, claim) if each in names]
-            if not there:
-                return True
-            now = self._claim.now()
-            if not (is_given_up or all(is_expired(self.storage, each, now) for each in there)):
-                return False
-            try:
-                for each in there:
-                    self.storage.delete(each)
-            except OSError as error:  # it may be gone for all that
-                why = str(error)
-        self._leave_stuck(name, why)
-        return False
-
-    def _leave_stuck(self, name: str, why: object) -> None:
-        """Leave a dead save's claim to whoever may read and remove it."""
-        _logger.warning("the claim of a dead save is left, and with it the save's files: %s", why)
-        self._stuck.add(name)
 
     def confirm(self) -> None:
         """Just before the commit: see that the claim is there, and which save the id has now.

@@ -1,0 +1,117 @@
+"""The claims of dead saves: found, read, and removed, with the names that the saves' `.metadata` had until then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Container, Iterable
+
+import msgspec
+
+from ..files.names import parse_temporary
+from ..storage.base import Storage
+from .claims import (
+    TEMPORARY,
+    Claim,
+    Statement,
+    claims_in,
+    expired_claims,
+    is_expired,
+    readable_record_of,
+)
+from .own_claim import OwnClaim
+
+__all__ = ["DeadClaims"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_REMOVALS = 4  # of a claim, and a look each
+
+
+class DeadClaims:
+    """The claims in a folder that are too old to count.
+
+    Args:
+        storage: The folder.
+        own: The claim of this process, which tells the time.
+        given_up: Saves that are known to be dead, whatever their claims look like.
+
+    Attributes:
+        found: Their names, with what these say.
+        records: What they say, by name: those that are read.
+        gone: Those that this has removed.
+        stuck: Those that cannot be read or removed here.
+    """
+
+    def __init__(self, storage: Storage, own: OwnClaim, given_up: Collection[str]) -> None:
+        self._storage, self._own, self._given_up = storage, own, given_up
+        self.found = expired_claims(storage, own.name, own.now(), given_up)
+        self.records: dict[str, Claim] = {}
+        self.gone: list[str] = []
+        self.stuck: set[str] = set()
+
+    def read(self) -> None:
+        """Read those that are still there, and may be read by this process."""
+        for name, parsed in self.found.items():
+            try:
+                self.records[name] = readable_record_of(self._storage, name, parsed)
+            except FileNotFoundError:
+                _logger.debug("the claim %s is another save's to take over", name)
+            except PermissionError as error:  # it alone says what is to be removed, to whoever may read it
+                self._leave_stuck(name, error)
+        self.leave({self.found[name].save_id for name in self.stuck})
+
+    def leave(self, saves: Container[str]) -> None:
+        """Leave the claims of these saves alone."""
+        self.records = {name: record for name, record in self.records.items() if record.save not in saves}
+
+    def said(self, names: Iterable[str], committed: Container[str | None]) -> list[Statement]:
+        """What claims say, and what they have taken over of claims that are gone, when these saves are committed."""
+        claimed = {parsed.save_id for parsed in claims_in(self._storage).values()}
+        found: list[Statement] = []
+        for name in names:
+            own, *taken = self.records[name].all
+            found += [said.known(committed) for said in [own, *taken] if said is own or said.save not in claimed]
+        return list({msgspec.json.encode(said): said for said in found}.values())
+
+    def remove(self) -> None:
+        """Remove those that are read.
+
+        A save whose claim cannot be removed may still commit, if it was only frozen: its files are left to whoever can.
+        """
+        self.gone += filter(self._remove, self.records)
+
+    def _remove(self, name: str) -> bool:
+        """Remove one; returns whether that was done.
+
+        If it has been refreshed or rewritten meanwhile, it says all that there is to say, and its save goes on.
+        """
+        claim = name.removesuffix(TEMPORARY)
+        why = f"{self._storage.location}/{claim} is there again"
+        for _ in range(_REMOVALS):  # it may be rewritten, for the last time, just before it is removed
+            # The claim last: as long as one of them cannot be removed, it is there, and says all that it has said.
+            names = self._storage.names()
+            there = [each for each in (claim + TEMPORARY, claim) if each in names]
+            if not there:
+                return True
+            now = self._own.now()
+            is_given_up = self.found[name].save_id in self._given_up
+            if not (is_given_up or all(is_expired(self._storage, each, now) for each in there)):
+                return False
+            try:
+                for each in there:
+                    self._storage.delete(each)
+            except OSError as error:  # it may be gone for all that
+                why = str(error)
+        self._leave_stuck(name, why)
+        return False
+
+    def remove_temporaries(self, saves: Collection[str]) -> None:
+        """Remove the names that `.metadata` of saves have until they are published: none of these is any more."""
+        for name in self._storage.names():
+            parsed = parse_temporary(name)
+            if parsed is not None and parsed.save_id in saves:
+                self._storage.delete(name)
+
+    def _leave_stuck(self, name: str, why: object) -> None:
+        """Leave a claim to whoever may read and remove it."""
+        _logger.warning("the claim of a dead save is left, and with it the save's files: %s", why)
+        self.stuck.add(name)
