@@ -61,57 +61,81 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
         threads: How many threads.
         check: Called between tasks; may raise to stop them.
     """
-    iterator, taken = iter(tasks), list[Callable[[], None]]()
-    lock, failures, working = threading.Lock(), list[BaseException](), set[int]()
-    ended = threading.Condition()
+    run = _Run(tasks, check)
+    try:
+        run.on(1 if at_exit() else threads)
+    except BaseException as error:  # an interruption, after which files are closed in which the threads still work
+        run.failures.insert(0, error)
+        run.wait()
+    run.end()
+    if run.failures:
+        raise run.failures[0]
 
-    def take() -> Callable[[], None] | None:
-        with lock:
-            check()
-            if failures:
-                return None
-            return taken.pop(0) if taken else next(iterator, None)
 
-    def work() -> None:
-        working.add(threading.get_ident())
+class _Run:
+    """Tasks that are being run.
+
+    Attributes:
+        failures: What they have raised, an interruption first.
+    """
+
+    def __init__(self, tasks: Iterable[Callable[[], None]], check: Callable[[], None]) -> None:
+        self._tasks, self._check = iter(tasks), check
+        self._taken: list[Callable[[], None]] = []  # ahead of their turn
+        self._lock, self._ended = threading.Lock(), threading.Condition()
+        self._working: set[int] = set()
+        self.failures: list[BaseException] = []
+
+    def on(self, threads: int) -> None:
+        """Run all on this thread and others, unless there are too few for these."""
+        if threads > 1:
+            for task in itertools.islice(self._tasks, 2):
+                self._taken.append(task)
+        # Not by a pool: one that is interrupted may not know of a thread that it has started, and that waits for ever.
+        others = threads - 1 if len(self._taken) > 1 else 0
+        workers = [threading.Thread(target=self._work, name=f"paddle_dist_ckpt_{number}") for number in range(others)]
+        for worker in workers:
+            worker.start()
+        self._work()
+        for worker in workers:
+            worker.join()
+
+    def wait(self) -> None:
+        """Wait until no thread works any more."""
+        with self._ended:
+            self._ended.wait_for(lambda: not self._working)
+
+    def end(self) -> None:
+        """Close a generator of tasks."""
+        if isinstance(self._tasks, Generator):
+            for task in self._taken:  # it has failed before they could run; they may hold memory that is being filled
+                with suppress(BaseException):
+                    task()
+            self._tasks.close()
+
+    def _work(self) -> None:
+        self._working.add(threading.get_ident())
         try:
-            while not failures:
-                task = take()
+            while not self.failures:
+                task = self._take()
                 if task is None:
                     return
                 task()
         except Exception as error:
-            failures.append(error)
+            self.failures.append(error)
         except BaseException as error:  # an interruption, if this is the main thread
-            failures.insert(0, error)
+            self.failures.insert(0, error)
         finally:
-            with ended:
-                working.remove(threading.get_ident())
-                ended.notify()
+            with self._ended:
+                self._working.remove(threading.get_ident())
+                self._ended.notify()
 
-    try:
-        if threads > 1 and not at_exit():
-            for task in itertools.islice(iterator, 2):
-                taken.append(task)
-        # Not by a pool: one that is interrupted may not know of a thread that it has started, and that waits for ever.
-        others = threads - 1 if len(taken) > 1 else 0
-        workers = [threading.Thread(target=work, name=f"paddle_dist_ckpt_{number}") for number in range(others)]
-        for worker in workers:
-            worker.start()
-        work()
-        for worker in workers:
-            worker.join()
-    except BaseException as error:  # an interruption, after which files are closed in which the threads still work
-        failures.insert(0, error)
-        with ended:
-            ended.wait_for(lambda: not working)
-    if isinstance(iterator, Generator):
-        for task in taken:  # it has failed before they could run; they may hold memory that is just being filled
-            with suppress(BaseException):
-                task()
-        iterator.close()
-    if failures:
-        raise failures[0]
+    def _take(self) -> Callable[[], None] | None:
+        with self._lock:
+            self._check()
+            if self.failures:
+                return None
+            return self._taken.pop(0) if self._taken else next(self._tasks, None)
 
 
 class Beside:
