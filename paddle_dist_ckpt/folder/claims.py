@@ -13,7 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from ..errors import CheckpointTimeoutError
-from ..files.names import ClaimName, parse_claim
+from ..files.names import ClaimName, parse_claim, parse_temporary
 from ..storage.base import Storage
 from ..tree.values import DECODE_ERRORS
 from .ids import known_save_of
@@ -22,6 +22,7 @@ __all__ = [
     "EXPIRES_AFTER",
     "EXPIRY",
     "FRESH_EVERY",
+    "MOST_CLAIM_BYTES",
     "TEMPORARY",
     "Claim",
     "Statement",
@@ -34,6 +35,7 @@ __all__ = [
     "record_of",
     "records_of",
     "saves_of_claim",
+    "saves_with_claims",
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
@@ -42,7 +44,7 @@ EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
 EXPIRY = f"try again when that is done (a claim of a save that was killed counts for {EXPIRES_AFTER / 60:.0f} minutes)"
 _MOST_AHEAD = 3600.0  # seconds; hosts whose clocks are further apart cannot save to one folder
 TEMPORARY = ".tmp"
-_MOST_CLAIM_BYTES = 1 << 20  # for more saves to remove than any folder has
+MOST_CLAIM_BYTES = 1 << 20  # for more saves to remove than any folder has
 
 
 class Statement(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -59,6 +61,7 @@ class Statement(msgspec.Struct, frozen=True, omit_defaults=True):
             deletes is committed no more, and only files are left.
         committed_as: The id of a save that is done, if that is not the one in the claim's name.
         passes_on: Whether there is no save or deletion of its own, and it only passes on what is to be removed.
+        of_id: The id that it set out for, where that is not said by the name of a claim.
     """
 
     save: str
@@ -70,6 +73,12 @@ class Statement(msgspec.Struct, frozen=True, omit_defaults=True):
     done: bool = False
     committed_as: int | None = None
     passes_on: bool = False
+    of_id: int | None = None
+
+    @property
+    def may_replace(self) -> bool:
+        """Whether its save may yet replace what another one has committed under its id, perhaps without knowing it."""
+        return not (self.automatic or self.done or self.deletes)
 
     @property
     def own(self) -> list[str]:
@@ -102,7 +111,7 @@ class Claim(Statement, frozen=True, omit_defaults=True):
     @property
     def all(self) -> list[Statement]:
         """What it says of its own save, first, and of those that it has taken over."""
-        return [Statement(*(getattr(self, name) for name in Statement.__struct_fields__)), *self.taken]
+        return [Statement(**{name: getattr(self, name) for name in Statement.__struct_fields__}), *self.taken]
 
     @property
     def is_settled(self) -> bool:
@@ -111,8 +120,12 @@ class Claim(Statement, frozen=True, omit_defaults=True):
 
     @property
     def may_replace(self) -> bool:
-        """Whether its save may yet replace what another one has committed under its id, perhaps without knowing it."""
+        """See :attr:`Statement.may_replace`; one that may not be read may be of a save."""
         return not (self.automatic or self.done) and (self.is_unread or not self.deletes)
+
+    def has_taken_for(self, unique_id: int) -> bool:
+        """Whether it speaks of a save that was taken for dead, and may yet be committed under an id."""
+        return any(said.may_replace and said.of_id in (None, unique_id) for said in self.taken)
 
     def speaks_of(self, save: str) -> bool:
         """Whether it might come to remove files of a save."""
@@ -125,10 +138,12 @@ _CLAIM_DECODER = msgspec.json.Decoder(Claim)  # made here, as threads must not m
 def claimed_saves(storage: Storage) -> dict[str, str]:
     """The saves that some claim speaks of, being written or to be removed, with the claim's name."""
     claimed: dict[str, str] = {}
+    names = storage.names()
     for name, (parsed, record) in records_of(storage).items():
-        saves = saves_of_claim(record, [known_save_of(storage, parsed.unique_id)])
-        taken = (save for said in record.taken for save in (*said.own, said.replaces) if save is not None)
-        claimed.update(dict.fromkeys([*saves, *taken], name))
+        claimed.update(dict.fromkeys(saves_of_claim(record, [known_save_of(storage, parsed.unique_id)]), name))
+        for said in record.taken:
+            may_commit = any(other.save_id == said.save for other in map(parse_temporary, names) if other is not None)
+            claimed.update(dict.fromkeys(saves_of_claim(said, [said.save] if may_commit else []), name))
     return claimed
 
 
@@ -154,6 +169,11 @@ def claims_in(storage: Storage) -> dict[str, ClaimName]:
     return {name: parsed for name in storage.names() if (parsed := parse_claim(name)) is not None}
 
 
+def saves_with_claims(storage: Storage) -> set[str]:
+    """The saves that have a claim of their own, which says what is to become of their files."""
+    return {parsed.save_id for parsed in claims_in(storage).values()}
+
+
 def record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
     """What a claim says; if it is torn, what its name does.
 
@@ -173,7 +193,7 @@ def readable_record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
         PermissionError: it may not, as another user's may be: what it says is not known, nor whether it says anything.
     """
     try:
-        data = storage.read(name, _MOST_CLAIM_BYTES)
+        data = storage.read(name, MOST_CLAIM_BYTES)
         if not data and not name.endswith(TEMPORARY):
             return Claim(parsed.save_id, None, [], deletes=True, is_empty=True)
         found = _CLAIM_DECODER.decode(data)

@@ -233,11 +233,10 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
     no such claims, and after that its own save under the id, has seen the last of those; and who finds one leaves its
     own claim, marked, to the other save, or if that dies, to whoever comes when both have expired.
     """
-    storage, others = lease.storage, lease.others(unique_id)
-    is_certain = lease.are_settled()  # IMPORTANT: looked at after the claims: who removes one has said so before
-    if not is_certain or any(claim.may_replace for claim in others.values()):
+    storage, (others, rivals) = lease.storage, lease.rivals(unique_id)
+    if rivals:
         lease.mark_done(unique_id)
-        others = lease.others(unique_id)  # IMPORTANT: of two that end at once, one sees the other's mark
+        others, rivals = lease.rivals(unique_id)  # IMPORTANT: of two that end at once, one sees the other's mark
     over = {name: claim for name, claim in others.items() if claim.is_settled}
     theirs = (save for claim in over.values() for save in (claim.replaces, *claim.own))
     doubtful = {lease.replaces, *lease.inherited, *theirs} - {None}
@@ -246,7 +245,6 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
         doubtful.add(save_id)
     committed = committed_saves(storage) if doubtful else {}
     saves = sorted(save for save in doubtful if save is not None and save not in committed)
-    rivals = not is_certain or any(claim.may_replace for claim in others.values())
     claims = [name for name, claim in over.items() if not rivals or not any(save in committed for save in claim.own)]
     return Aftermath(saves, claims, rivals and save_id not in saves)
 

@@ -30,11 +30,10 @@ from .claims import (
     TEMPORARY,
     Claim,
     Statement,
-    claims_in,
     is_expired,
-    record_of,
     records_of,
     saves_of_claim,
+    saves_with_claims,
 )
 from .dead_claims import DeadClaims
 from .ids import committed_saves, known_save_of
@@ -137,16 +136,16 @@ class Lease:
     def _write(self) -> None:
         removes = list(dict.fromkeys([*self.doomed, *self.inherited]))  # each once, or claims grow with every save
         claim = Claim(
-            self.save_id,
-            self.replaces,
-            removes,
-            self.of_paddle,
-            self.automatic,
-            self._deletes,
-            self._is_done,
-            self._committed_as,
-            self._passes_on,
-            self._taken,
+            save=self.save_id,
+            replaces=self.replaces,
+            removes=removes,
+            of_paddle=self.of_paddle,
+            automatic=self.automatic,
+            deletes=self._deletes,
+            done=self._is_done,
+            committed_as=self._committed_as,
+            passes_on=self._passes_on,
+            taken=self._taken,
         )
         self.is_said = False
         try:
@@ -180,14 +179,19 @@ class Lease:
             self._write()
             dead.remove()
             self._taken = dead.said(dead.gone, committed)
-            dead.remove_temporaries({said.save for said in self._taken})
+            left = dead.remove_temporaries({said.save for said in self._taken})
+            self._pass_on([said for said in self._taken if said.save in left], committed)
+            self._taken = [said for said in self._taken if said.save not in left]
             self._settle()
         except CheckpointError as error:
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
-            self._taken = [said.without(committed) for said in dead.said(dead.gone, committed)]
-            if self._taken:  # no other claim speaks of them any more, and this one speaks of its save, too
-                self._leave([], self._taken)
+            self._pass_on(dead.said(dead.gone, committed), committed)
             self._taken = []
+
+    def _pass_on(self, taken: Sequence[Statement], committed: Collection[str]) -> None:
+        """Leave what is not certain to a later save, by a claim of its own, as this one speaks of its save, too."""
+        if taken:
+            self._leave([], [said.without(committed) for said in taken])
 
     def _awaited(self, dead: DeadClaims, committed: Mapping[str, int]) -> set[str]:
         """The committed saves that wait for live ones, which may yet replace them without knowing it."""
@@ -204,8 +208,10 @@ class Lease:
         committed = committed_saves(self.storage)
         for said in self._taken:
             self._put_aside(said, committed)
+        # IMPORTANT: of one that has a claim, that alone says what is to become of its files. It may live.
+        kept = {*committed, *saves_with_claims(self.storage)}
         found = [*self.doomed, *(save for said in self._taken for save in saves_of_claim(said, committed))]
-        self.doomed = [save for save in dict.fromkeys(found) if save not in committed]
+        self.doomed = [save for save in dict.fromkeys(found) if save not in kept]
         self._taken = []
         self._write()
 
@@ -269,21 +275,29 @@ class Lease:
 
     def others(self, unique_id: int) -> dict[str, Claim]:
         """The other claims of an id, by name: of saves that set out for it and are under no other, or that are."""
-        found: dict[str, Claim] = {}
-        claims = claims_in(self.storage)
-        for name, parsed in claims.items():
-            rewritten = name.endswith(TEMPORARY) and name.removesuffix(TEMPORARY) in claims
-            if parsed.save_id in self._ids or rewritten:
-                continue
-            with suppress(FileNotFoundError):
-                record = record_of(self.storage, name, parsed)
-                if unique_id == (parsed.unique_id if record.committed_as is None else record.committed_as):
-                    found[name] = record
-        return found
+        return self.rivals(unique_id)[0]
 
-    def are_settled(self) -> bool:
-        """Whether no claim speaks of dead saves that may yet be committed."""
-        return not any(record.taken for _, record in records_of(self.storage).values())
+    def rivals(self, unique_id: int) -> tuple[dict[str, Claim], bool]:
+        """The same, and whether a save may yet replace what is committed under the id, perhaps without knowing it."""
+        beside = self._beside()
+        others = {
+            name: claim
+            for name, (id_now, _, claim) in beside.items()
+            if id_now == unique_id and claim.save not in self._ids
+        }
+        may_replace = any(claim.may_replace for claim in others.values())
+        return others, may_replace or any(claim.has_taken_for(unique_id) for _, _, claim in beside.values())
+
+    def _beside(self) -> dict[str, tuple[int, int, Claim]]:
+        """The claims beside this one's: the id that each is of, the one in its name, and what it says."""
+        found = {}
+        records = records_of(self.storage)
+        for name, (parsed, record) in records.items():
+            rewritten = name.endswith(TEMPORARY) and name.removesuffix(TEMPORARY) in records
+            if not (parsed.save_id == self.save_id or rewritten):
+                id_now = parsed.unique_id if record.committed_as is None else record.committed_as
+                found[name] = id_now, parsed.unique_id, record
+        return found
 
     def rival(self, save: str) -> str | None:
         """The claim of somebody else, not known to be dead, who makes or removes files of this save, or is about to.
@@ -368,15 +382,19 @@ class Lease:
         Raises:
             CheckpointError: somebody is, or died less than a few minutes ago.
         """
-        here = self.others(self.unique_id)
-        claims = claims_in(self.storage) if everywhere else {}
-        for name, parsed in claims.items():
-            if parsed.unique_id == self.unique_id and name not in here:
-                with suppress(FileNotFoundError):  # of a save that is committed under another id
-                    here[name] = record_of(self.storage, name, parsed)
-        ours = {claim_name(self.unique_id, save) for save in self._ids}
-        names = claims if everywhere else here
-        others = [name for name in names if name not in ours and not self._is_harmless(name, here.get(name))]
+        beside = self._beside()
+        if awaited := [name for name, (_, _, claim) in beside.items() if claim.has_taken_for(self.unique_id)]:
+            raise CheckpointError(
+                f"checkpoint {self.unique_id} in {self.storage.location} may yet be replaced by a save that was taken "
+                f"for dead, as {awaited[0]} says; {EXPIRY}"
+            )
+        others: list[str] = []
+        for name, (id_now, id_then, claim) in beside.items():
+            is_of_id = self.unique_id == id_now or (everywhere and self.unique_id == id_then)
+            if claim.save in self._ids or not (everywhere or is_of_id):
+                continue
+            if not self._is_harmless(name, claim if is_of_id else None):
+                others.append(name)
         if others and others[0] in self._stuck:
             raise StuckClaimError(
                 f"{self.storage.location} has the claim of a dead save, {others[0]}, which cannot be read or removed "
@@ -390,7 +408,7 @@ class Lease:
 
         A save that is taken for dead, and that nothing stops, as its claim could not be removed, may still commit.
         """
-        if of_id is not None and of_id.is_settled:
+        if of_id is not None and of_id.done:
             return True
         return name in self._stuck and (of_id is None or of_id.automatic)
 

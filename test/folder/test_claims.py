@@ -547,10 +547,13 @@ def test_a_dead_claim_that_is_being_rewritten(tmp_path: Path, silent: bool) -> N
 
     second = Lease(FaultyStorage(tmp_path, hook), 4, automatic=True)
     assert written
-    assert second.doomed == ([first.save_id] if silent else [])
-    assert {path.name for path in tmp_path.iterdir()} == ({second.name} if silent else {first.name, second.name})
-    assert first.is_held() is not silent
+    assert second.doomed == []
+    assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name}
     second.end()
+    third = Lease(LocalStorage(tmp_path), 5, automatic=True)
+    assert third.doomed == ([first.save_id] if silent else [])
+    assert first.is_held() is not silent
+    third.end()
 
 
 def test_a_deletion_that_thaws_while_it_is_taken_over_is_not_taken_for_dead(tmp_path: Path) -> None:
@@ -595,9 +598,10 @@ def test_a_deletion_that_thaws_while_it_is_taken_over_is_not_taken_for_dead(tmp_
     check_holds(tmp_path, {0: 1})
 
 
+@pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("before", ["publish", "names", "delete"])
-def test_a_save_that_thaws_while_it_is_taken_over(tmp_path: Path, before: str) -> None:
-    """What it has written since is not forgotten: it goes on, or it finds its claim gone."""
+def test_a_save_that_thaws_while_it_is_taken_over(tmp_path: Path, before: str, silent: bool) -> None:
+    """What it has written since is not forgotten, even if it is silent again, or it finds its claim gone."""
     first = Lease(LocalStorage(tmp_path), 3, automatic=True)
     first.stop()
     age(tmp_path / first.name)
@@ -609,6 +613,8 @@ def test_a_save_that_thaws_while_it_is_taken_over(tmp_path: Path, before: str) -
         if len(published) == 2 and operation == before and "thawed" not in published:
             published.append("thawed")
             first.take_on("0123456789abcdef")
+            if silent:
+                age(tmp_path / first.name)
 
     second = Lease(FaultyStorage(tmp_path, hook), 4, automatic=True)
     assert "thawed" in published

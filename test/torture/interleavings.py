@@ -14,7 +14,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +104,7 @@ class _Deed:
         meant: The saves that it set out to remove.
         error: What it raised; None if it succeeded.
         is_over: Whether it returned or raised.
+        there: The saves that were there then.
     """
 
     kind: str
@@ -113,6 +114,7 @@ class _Deed:
     meant: set[str] = field(default_factory=set)
     error: BaseException | None = None
     is_over: bool = False
+    there: set[str | None] = field(default_factory=set)
 
 
 def attempt(seed: int, folder: Path) -> Counter[str]:
@@ -233,6 +235,7 @@ class _History:
             except BaseException as error:
                 deed.error = error
             deed.is_over = True
+            deed.there |= {*self.holders.values()}
             job.claims.clear()
 
     @contextmanager
@@ -337,7 +340,7 @@ class _History:
             for deed in deeds:
                 self.outcomes[_outcome(deed)] += 1
                 if deed.is_over:
-                    _check_told(deed, job.is_told, {*self.holders.values()})
+                    _check_told(deed, job.is_told)
         left = self._clean_up()
         for (folder, unique_id), save in self.holders.items():
             assert _save_in(folder, unique_id) == save, f"{unique_id} is not {save}"
@@ -400,10 +403,9 @@ class _History:
         Such a deletion on a full disk has ended badly, whether the file was what it had to remove or a dead save's.
         """
         parsed, temporary = parse_data_file(name), parse_temporary(name)
-        if self.schedule.happened[Kind.FULL] and (parsed or temporary) is not None:
+        if (parsed or temporary) is not None:
             jobs = zip(self.jobs, self.deeds, strict=True)
-            removing = [job for job, deeds in jobs if any(deed.kind in _REMOVALS for deed in deeds)]
-            if any(job.dead or job.is_told for job in removing):
+            if any(job.had_no_room and any(deed.kind in _REMOVALS for deed in deeds) for job, deeds in jobs):
                 return True
         return parsed is not None and parsed.save_id == self.lost
 
@@ -427,14 +429,14 @@ def _outcome(deed: _Deed) -> str:
     return "done" if deed.error is None else "refused"
 
 
-def _check_told(deed: _Deed, is_told: bool, there: Container[str | None]) -> None:
-    """What was said of it is true, and an error that a user can understand. ``there`` are the saves that are."""
+def _check_told(deed: _Deed, is_told: bool) -> None:
+    """What was said of it is true, and an error that a user can understand."""
     error, named = deed.error, [event for event in deed.events if event.now is not None]
     if deed.kind in ("save", "next", "newest", "copy", "rebuild"):
         if error is None:
             assert named, f"{deed} is not committed"
         elif not isinstance(error, DurabilityUnknownError):
-            assert not any(event.now in there for event in named), f"{deed} is committed"
+            assert not any(event.now in deed.there for event in named), f"{deed} is committed"
     if error is None or isinstance(error, (CheckpointNotFoundError, CheckpointReplacedError)):
         return
     if isinstance(error, CheckpointCorruptedError):

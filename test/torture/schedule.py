@@ -92,6 +92,7 @@ class Job:
         dead: Whether it was killed.
         has_been_frozen: Whether it was frozen at some time.
         is_told: Whether a call of its has failed.
+        had_no_room: Whether one has for want of room.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -100,7 +101,7 @@ class Job:
         self.thaws_at, self.refreshes_in = 0, -1
         self.turn = threading.Semaphore(0)
         self.claims: list[Callable[[], None]] = []
-        self.is_told = self.has_been_frozen = False
+        self.is_told = self.has_been_frozen = self.had_no_room = False
 
     @property
     def can_go_on(self) -> bool:
@@ -171,6 +172,7 @@ class Schedule:
                 os.close(result)
         if problem is not None:
             job.is_told = True
+            job.had_no_room |= problem == errno.ENOSPC
             raise OSError(problem, f"{os.strerror(problem)} (injected)", call.path)
         return perform()
 
