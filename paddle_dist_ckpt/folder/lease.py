@@ -33,7 +33,6 @@ from .claims import (
     is_expired,
     records_of,
     saves_of_claim,
-    saves_with_claims,
 )
 from .dead_claims import DeadClaims
 from .ids import committed_saves, known_save_of
@@ -205,13 +204,14 @@ class Lease:
 
     def _settle(self) -> None:
         """Find out which files nobody needs any more, of those that dead saves' claims have spoken of."""
+        # IMPORTANT: what another claim answers for is that one's, and it may be of somebody who lives. Looked at before
+        # it is looked at what is committed: who has committed something ends its claim after that.
+        kept = self.answered_for()
         committed = committed_saves(self.storage)
         for said in self._taken:
             self._put_aside(said, committed)
-        # IMPORTANT: of one that has a claim, that alone says what is to become of its files. It may live.
-        kept = {*committed, *saves_with_claims(self.storage)}
         found = [*self.doomed, *(save for said in self._taken for save in saves_of_claim(said, committed))]
-        self.doomed = [save for save in dict.fromkeys(found) if save not in kept]
+        self.doomed = [save for save in dict.fromkeys(found) if not (save in committed or save in kept)]
         self._taken = []
         self._write()
 
@@ -287,6 +287,10 @@ class Lease:
         }
         may_replace = any(claim.may_replace for claim in others.values())
         return others, may_replace or any(claim.has_taken_for(unique_id) for _, _, claim in beside.values())
+
+    def answered_for(self, but: Collection[str] = ()) -> set[str]:
+        """The saves that other claims, but for these, are answerable for."""
+        return {save for name, (_, _, claim) in self._beside().items() if name not in but for save in claim.own}
 
     def _beside(self) -> dict[str, tuple[int, int, Claim]]:
         """The claims beside this one's: the id that each is of, the one in its name, and what it says."""

@@ -1049,3 +1049,27 @@ def test_claims_that_are_too_many_for_one_are_taken_over_one_after_the_other(tmp
         age_all_claims(tmp_path)
         save_alone(state(unique_id), tmp_path, unique_id)
     check_holds(tmp_path, {0: 0, 1: 1, 2: 2, 3: 3})
+
+
+@pytest.mark.parametrize("says", ["a dead copy", "a dead save has taken", "an ended save"])
+def test_files_that_a_live_copy_makes_stay_whoever_was_to_remove_them(tmp_path: Path, says: str) -> None:
+    """Another copy of the same checkpoint has died, or somebody has taken that over, before this one came."""
+    ours, theirs = tmp_path / "from", tmp_path / "to"
+    save_alone(state(5), ours, 5)
+    (copied,) = saves_in(ours)
+    claim: dict[str, Any] = {"save": "ef" * 8, "replaces": None, "removes": [copied]}
+    if says == "a dead save has taken":
+        claim = {"save": "cd" * 8, "replaces": None, "removes": [], "taken": [claim | {"of_id": 5}]}
+    claim["done"] = says == "an ended save"
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "publish" and name == "5.metadata":
+            file = theirs / f"9.{claim['save']}.claim"
+            file.write_text(json.dumps(claim))
+            if says != "an ended save":
+                age(file)
+            save_alone(state(9), theirs, 9)
+            assert not file.exists()
+
+    copy(LocalStorage(ours), FaultyStorage(theirs, hook), 5, False)
+    check_holds(theirs, {5: 5, 9: 9})

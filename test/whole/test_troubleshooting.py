@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import pickle
 import re
@@ -221,6 +222,11 @@ def of_damage(data: Path) -> Iterator[str]:
     (file,) = c.glob("*.safetensors")
     content, metadata = file.read_bytes(), (c / "0.metadata").read_bytes()
     everything = {"model": MODEL, "optimizer": MOMENTS}
+    claim = c / "10.fedcba9876543210.claim"
+    taken = {"save": "0123456789abcdef", "replaces": None, "removes": [], "of_id": 0}
+    claim.write_text(json.dumps({"save": "", "replaces": None, "removes": [], "deletes": True, "taken": [taken]}))
+    yield error(lambda: delete_checkpoint(c, 0))
+    claim.unlink()
     yield error(lambda: load_alone(everything, file))
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     yield re.sub(
