@@ -80,6 +80,15 @@ class Statement(msgspec.Struct, frozen=True, omit_defaults=True):
         """Whether its save may yet replace what another one has committed under its id, perhaps without knowing it."""
         return not (self.automatic or self.done or self.deletes)
 
+    def may_replace_in(self, unique_id: int) -> bool:
+        """The same of what has this id."""
+        return self.may_replace and self.of_id in (None, unique_id)
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether it says anything but that there was a claim that passed something on."""
+        return not self.passes_on or bool(self.removes or self.replaces) or self.of_paddle is not None
+
     @property
     def own(self) -> list[str]:
         """The saves that it is answerable for whether it is committed or not."""
@@ -125,7 +134,7 @@ class Claim(Statement, frozen=True, omit_defaults=True):
 
     def has_taken_for(self, unique_id: int) -> bool:
         """Whether it speaks of a save that was taken for dead, and may yet be committed under an id."""
-        return any(said.may_replace and said.of_id in (None, unique_id) for said in self.taken)
+        return any(said.may_replace_in(unique_id) for said in self.taken)
 
     def speaks_of(self, save: str) -> bool:
         """Whether it might come to remove files of a save."""

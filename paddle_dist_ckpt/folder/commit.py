@@ -238,9 +238,9 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
         lease.mark_done(unique_id)
         others, rivals = lease.rivals(unique_id)  # IMPORTANT: of two that end at once, one sees the other's mark
     over = {name: claim for name, claim in others.items() if claim.is_settled}
-    theirs = {save for claim in over.values() for save in (claim.replaces, *claim.own)}
+    theirs = {*lease.inherited, *(save for claim in over.values() for save in (claim.replaces, *claim.own))}
     theirs = theirs and theirs - lease.answered_for(over)
-    doubtful = {lease.replaces, *lease.inherited, *theirs} - {None}
+    doubtful = {lease.replaces, *theirs} - {None}
     # IMPORTANT: looked at after the claims.
     if save_of(storage, unique_id) != save_id:
         doubtful.add(save_id)

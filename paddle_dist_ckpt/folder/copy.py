@@ -15,7 +15,7 @@ from ..files.copying import copy_entries
 from ..files.datafile import header_digest
 from ..files.holes import extended
 from ..files.metadata import Metadata
-from ..files.names import metadata_name
+from ..files.names import metadata_name, parse_data_file
 from ..files.pieces import FileEntries
 from ..files.room import bytes_on_disk
 from ..files.runs import open_data_file
@@ -80,9 +80,17 @@ def _copy_claimed(
         lease.stop()
         with suppress(OSError, CheckpointError):  # a later save does what is left to do
             _undo(lease, metadata, made, unseen)
-            lease.withdraw(metadata.save_id)
+            lease.withdraw(*_settled(lease, metadata.save_id))
         raise
     finish(lease, aftermath(lease, metadata.unique_id, metadata.save_id))
+
+
+def _settled(lease: Lease, save: str) -> list[str]:
+    """The save that is copied, if nothing of it is left to remove; or what is there is committed, or another copy's."""
+    files = map(parse_data_file, lease.storage.names())
+    if not any(file is not None and file.save_id == save for file in files) or save in lease.answered_for():
+        return [save]
+    return [save] if save in committed_saves(lease.storage) else []
 
 
 def _copy_files(

@@ -81,12 +81,12 @@ class DeadClaims:
             found += [said for said in taken if said.save not in claimed]  # the others' claims say it themselves
         return list({msgspec.json.encode(said): said.known(committed) for said in found}.values())
 
-    def remove(self) -> None:
-        """Remove those that are read.
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove those of these names.
 
         A save whose claim cannot be removed may still commit, if it was only frozen: its files are left to whoever can.
         """
-        for name in self.records:
+        for name in list(names):
             if self._remove(name):
                 self.gone.append(name)
 

@@ -137,6 +137,9 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         others = lease.others(unique_id)
         over = {name: claim for name, claim in others.items() if claim.is_settled and not claim.deletes}
         theirs = {save for claim in over.values() for save in (claim.replaces, *claim.own) if save is not None}
+        kept = lease.answered_for(over)
+        theirs -= kept
+        lease.inherited = [save for save in lease.inherited if save not in kept]
         # IMPORTANT: looked at after the claims, as what one of them speaks of may be committed under another id by now.
         needed = _needed_by_others(storage, unique_id)
         ours += sorted({save_id, *theirs} - needed - {*lease.doomed})

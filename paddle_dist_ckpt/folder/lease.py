@@ -173,34 +173,53 @@ class Lease:
         try:
             committed = committed_saves(self.storage)
             dead.read()
-            dead.leave(self._awaited(dead, committed))
             self._taken = dead.said(dead.records, committed)
             self._write()
-            dead.remove()
+            # Those of committed saves last: it is known by then which others cannot be stopped, and may replace them.
+            dead.remove(name for name, record in dead.records.items() if record.save not in committed)
+            left = dead.remove_temporaries({said.save for said in dead.said(dead.gone, committed)})
+            dead.leave(self._awaited(dead, committed, [said for said in self._taken if said.save in left]))
+            dead.remove(name for name, record in dead.records.items() if record.save in committed)
             self._taken = dead.said(dead.gone, committed)
-            left = dead.remove_temporaries({said.save for said in self._taken})
+            left |= dead.remove_temporaries({said.save for said in self._taken})
             self._pass_on([said for said in self._taken if said.save in left], committed)
             self._taken = [said for said in self._taken if said.save not in left]
             self._settle()
         except CheckpointError as error:
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
-            self._pass_on(dead.said(dead.gone, committed), committed)
+            self._pass_on([said for said in dead.said(dead.gone, committed) if said.is_of_use], committed)
             self._taken = []
+            with suppress(OSError, CheckpointError):  # it says what it has said then
+                self._write()
 
     def _pass_on(self, taken: Sequence[Statement], committed: Collection[str]) -> None:
         """Leave what is not certain to a later save, by a claim of its own, as this one speaks of its save, too."""
-        if taken:
+        if not taken:
+            return
+        try:
             self._leave([], [said.without(committed) for said in taken])
+        except OSError as error:
+            if not self._deletes or error.errno not in _NO_ROOM:
+                raise
+            _logger.debug("there is no room to pass on what dead saves have left: %s", error)
 
-    def _awaited(self, dead: DeadClaims, committed: Mapping[str, int]) -> set[str]:
-        """The committed saves that wait for live ones, which may yet replace them without knowing it."""
+    def _awaited(self, dead: DeadClaims, committed: Mapping[str, int], left: Sequence[Statement]) -> set[str]:
+        """The committed saves that others, which live or cannot be stopped, may yet replace without knowing it.
+
+        Args:
+            dead: The claims of dead saves, of which those of such that are not committed are removed by now.
+            committed: All committed saves, with their ids.
+            left: What was taken of saves whose temporary names could not be removed.
+        """
 
         def is_awaited(save: str) -> bool:
-            others = self.others(committed[save]).items()
-            return any(claim.may_replace for name, claim in others if name not in dead.found)
+            unique_id = committed[save]
+            others = self.others(unique_id).values()
+            return any(claim.may_replace and claim.save != save for claim in others) or any(
+                said.may_replace_in(unique_id) for said in left
+            )
 
-        waiting = {record.save for record in dead.records.values() if record.done and record.save in committed}
-        return set(filter(is_awaited, waiting))
+        return set(filter(is_awaited, {record.save for record in dead.records.values() if record.save in committed}))
 
     def _settle(self) -> None:
         """Find out which files nobody needs any more, of those that dead saves' claims have spoken of."""
@@ -208,21 +227,23 @@ class Lease:
         # it is looked at what is committed: who has committed something ends its claim after that.
         kept = self.answered_for()
         committed = committed_saves(self.storage)
-        for said in self._taken:
-            self._put_aside(said, committed)
+        late = [said for said in self._taken if not self._put_aside(said, committed)]
         found = [*self.doomed, *(save for said in self._taken for save in saves_of_claim(said, committed))]
         self.doomed = [save for save in dict.fromkeys(found) if not (save in committed or save in kept)]
+        of_paddle = [msgspec.structs.replace(said, replaces=None, removes=[], passes_on=True) for said in late]
+        self._pass_on(of_paddle, committed)
         self._taken = []
         self._write()
 
-    def _put_aside(self, record: Statement, committed: Collection[str]) -> None:
-        """Do what a dead save has not done for a checkpoint of Paddle's."""
+    def _put_aside(self, record: Statement, committed: Collection[str]) -> bool:
+        """Do what a dead save has not done for a checkpoint of Paddle's; returns whether that could be done."""
         if record.of_paddle is not None and record.save in committed:
             try:
                 put_aside(self.storage, record.of_paddle, self.temporary)
             except (OSError, CheckpointError) as error:
                 _logger.warning("%s: a checkpoint of Paddle's is not put aside yet: %s", self.storage.location, error)
-                self.of_paddle = record.of_paddle if self.of_paddle is None else self.of_paddle
+                return False
+        return True
 
     def confirm(self) -> None:
         """Just before the commit: see that the claim is there, and which save the id has now.
@@ -289,8 +310,17 @@ class Lease:
         return others, may_replace or any(claim.has_taken_for(unique_id) for _, _, claim in beside.values())
 
     def answered_for(self, but: Collection[str] = ()) -> set[str]:
-        """The saves that other claims, but for these, are answerable for."""
-        return {save for name, (_, _, claim) in self._beside().items() if name not in but for save in claim.own}
+        """The saves whose files other claims, but for these, alone have removed: those that they make.
+
+        A copy's are those that it is to remove if it fails. What a save that chose its id has taken over is among them
+        as well; it does that, or its claim stays. What others are to remove several may try to.
+        """
+        found: set[str] = set()
+        for name, (_, _, claim) in self._beside().items():
+            makes = claim.automatic and not (claim.done or claim.deletes)
+            if name not in but and not claim.passes_on:
+                found.update(claim.own if makes else [claim.save])
+        return found
 
     def _beside(self) -> dict[str, tuple[int, int, Claim]]:
         """The claims beside this one's: the id that each is of, the one in its name, and what it says."""
@@ -342,7 +372,12 @@ class Lease:
     def leave_doomed(self) -> None:
         """Leave the files of dead saves to a later save, by a claim of their own: this one speaks of its save, too."""
         self._leave(self.doomed)
-        self.doomed = []
+
+    def cleared(self) -> None:
+        """The files of dead saves are gone, or left: say so, for others leave to this claim what it says."""
+        if self.doomed:
+            self.doomed = []
+            self._write()
 
     def _leave(self, saves: Sequence[str], taken: Sequence[Statement] = ()) -> str:
         other = secrets.token_hex(8)
@@ -395,7 +430,7 @@ class Lease:
         others: list[str] = []
         for name, (id_now, id_then, claim) in beside.items():
             is_of_id = self.unique_id == id_now or (everywhere and self.unique_id == id_then)
-            if claim.save in self._ids or not (everywhere or is_of_id):
+            if claim.save in self._ids or not (everywhere or is_of_id) or (claim.done and claim.passes_on):
                 continue
             if not self._is_harmless(name, claim if is_of_id else None):
                 others.append(name)

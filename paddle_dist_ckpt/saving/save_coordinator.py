@@ -175,7 +175,7 @@ class SaveCoordinator:
         lease = self._ordered.lease
         if any(one.left for one in cleared.values()):
             lease.leave_doomed()
-        lease.doomed = []
+        lease.cleared()
         free_bytes = {rank: one.free_bytes for rank, one in cleared.items()}
         check_room(self._ordered.planned, self._requests, free_bytes)
         self._settled = False

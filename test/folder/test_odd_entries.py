@@ -277,7 +277,7 @@ def no_room_for_files(operation: str, name: str) -> None:
 
 
 def test_a_checkpoint_of_paddles_that_cannot_be_put_aside_is_left_to_a_later_save(tmp_path: Path) -> None:
-    """The save that finds the claim of the dead one that stands for it goes on; its own claim says so from then on."""
+    """The save that finds the claim of the dead one that stands for it goes on, and leaves a claim that says so."""
     (tmp_path / "0.metadata").write_bytes(pickle.dumps({}))
     save_alone({"a": np.arange(3)}, tmp_path, 1)
     save = read_metadata(tmp_path, 1).save_id
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_paddles_that_cannot_be_put_aside_is_left_to_a_later_sav
     assert (tmp_path / "0.metadata").exists()
     assert not claim.exists()
     (claim,) = tmp_path.glob("*.claim")
-    assert json.loads(claim.read_text())["of_paddle"] == 0
+    assert [said["of_paddle"] for said in json.loads(claim.read_text())["taken"]] == [0]
     age_claims(tmp_path)
     save_alone({"a": np.arange(5)}, tmp_path, 3)
     assert not (tmp_path / "0.metadata").exists()
