@@ -95,6 +95,7 @@ class Lease:
         self.is_said = False
         self._claim = OwnClaim(storage, claim_name(unique_id, self.save_id))
         self._taken: list[Statement] = []  # what dead saves' claims have said, until it is certain what follows
+        self._awaited: set[str] = set()  # those of dead committed saves that others may yet replace
         self._stuck: set[str] = set()  # the claims of dead saves that could not be read or removed
         self._look()
         try:
@@ -178,7 +179,9 @@ class Lease:
             # Those of committed saves last: it is known by then which others cannot be stopped, and may replace them.
             dead.remove(name for name, record in dead.records.items() if record.save not in committed)
             left = dead.remove_temporaries({said.save for said in dead.said(dead.gone, committed)})
-            dead.leave(self._awaited(dead, committed, [said for said in self._taken if said.save in left]))
+            awaited = self._awaited_by_others(dead, committed, [said for said in self._taken if said.save in left])
+            self._awaited = {name for name, record in dead.records.items() if record.save in awaited}
+            dead.leave(awaited)
             dead.remove(name for name, record in dead.records.items() if record.save in committed)
             self._taken = dead.said(dead.gone, committed)
             left |= dead.remove_temporaries({said.save for said in self._taken})
@@ -203,7 +206,7 @@ class Lease:
                 raise
             _logger.debug("there is no room to pass on what dead saves have left: %s", error)
 
-    def _awaited(self, dead: DeadClaims, committed: Mapping[str, int], left: Sequence[Statement]) -> set[str]:
+    def _awaited_by_others(self, dead: DeadClaims, committed: Mapping[str, int], left: Sequence[Statement]) -> set[str]:
         """The committed saves that others, which live or cannot be stopped, may yet replace without knowing it.
 
         Args:
@@ -211,12 +214,14 @@ class Lease:
             committed: All committed saves, with their ids.
             left: What was taken of saves whose temporary names could not be removed.
         """
+        beside = self._beside()
+        passed_on = [said for name, (_, _, claim) in beside.items() if name not in dead.records for said in claim.taken]
 
         def is_awaited(save: str) -> bool:
             unique_id = committed[save]
             others = self.others(unique_id).values()
             return any(claim.may_replace and claim.save != save for claim in others) or any(
-                said.may_replace_in(unique_id) for said in left
+                said.may_replace_in(unique_id) for said in (*left, *passed_on)
             )
 
         return set(filter(is_awaited, {record.save for record in dead.records.values() if record.save in committed}))
@@ -434,9 +439,10 @@ class Lease:
                 continue
             if not self._is_harmless(name, claim if is_of_id else None):
                 others.append(name)
-        if others and others[0] in self._stuck:
+        stuck = [name for name in others if name in self._stuck]
+        if stuck and self._stuck.union(self._awaited).issuperset(others):
             raise StuckClaimError(
-                f"{self.storage.location} has the claim of a dead save, {others[0]}, which cannot be read or removed "
+                f"{self.storage.location} has the claim of a dead save, {stuck[0]}, which cannot be read or removed "
                 "here: if nobody is at work there, remove that file"
             )
         if others:
@@ -447,9 +453,9 @@ class Lease:
 
         A save that is taken for dead, and that nothing stops, as its claim could not be removed, may still commit.
         """
-        if of_id is not None and of_id.done:
-            return True
-        return name in self._stuck and (of_id is None or of_id.automatic)
+        if of_id is None:
+            return name in self._stuck or name in self._awaited
+        return of_id.done or (name in self._stuck and of_id.automatic)
 
     def stop(self) -> None:
         """Keep the claim fresh no more. A later save does what is left to do when it has expired."""

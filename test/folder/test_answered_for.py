@@ -17,6 +17,7 @@ from paddle_dist_ckpt import list_checkpoints, verify
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError
 from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import delete
+from paddle_dist_ckpt.folder.lease import StuckClaimError
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.folder.test_claims import check_holds, dead_save, state
@@ -45,7 +46,9 @@ def fails_once(operation: str, name: str, number: int) -> Callable[[str, str], N
     return hook
 
 
-def killed_after_its_commit(folder: Path, version: int, unique_id: int) -> Path:
+def killed_after_its_commit(
+    folder: Path, version: int, unique_id: int, before_each: Callable[[str, str], None] = lambda operation, name: None
+) -> Path:
     """A save that is killed just when it has published; returns its claim."""
     before, dead = {*folder.glob("*.claim")}, list[bool]()
 
@@ -60,12 +63,12 @@ def killed_after_its_commit(folder: Path, version: int, unique_id: int) -> Path:
     def hook(operation: str, name: str) -> None:
         if dead:
             raise Killed
+        before_each(operation, name)
 
     storage = FaultyStorage(folder, hook)
     storage._inner = Storage(folder)
     try_save([state(version)], storage, unique_id)
-    (claim,) = {*folder.glob("*.claim")} - before
-    return claim
+    return next(claim for claim in folder.glob("*.claim") if claim not in before)
 
 
 def test_what_a_save_has_left_by_a_claim_is_not_left_to_it_again(tmp_path: Path) -> None:
@@ -203,6 +206,48 @@ def test_what_is_replaced_by_a_save_that_could_not_be_stopped_is_not_forgotten(t
         save_alone(state(3), storage, 7)
         thaw()
     check_after_later_saves(tmp_path, {0: 1, 7: 3})
+
+
+def test_what_is_replaced_by_a_save_that_another_claim_passes_on_is_not_forgotten(tmp_path: Path) -> None:
+    """That claim is dated anew each time, so that it may be fresh when the one has expired of what is replaced."""
+    save_alone(state(0), tmp_path, 0)
+    with frozen_at_its_last_step(tmp_path, 1, 0, dies=False) as thaw:
+        (claim,) = tmp_path.glob("*.claim")
+        storage = FaultyStorage(tmp_path, refuses(claim.name.replace(".claim", ".metadata.tmp"), errno.EPERM))
+        save_alone(state(2), storage, 0)
+        for version, unique_id, passes_on in ((3, 7, True), (4, 8, False)):
+            for claim in tmp_path.glob("*.claim"):
+                if json.loads(claim.read_text()).get("passes_on", False) is passes_on:
+                    age(claim)
+            save_alone(state(version), storage, unique_id)
+        thaw()
+    check_after_later_saves(tmp_path, {0: 1, 7: 3, 8: 4})
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("is_stuck", ["name", "claim"])
+def test_deletions_go_on_beside_a_committed_save_that_waits_for_one_that_cannot_be_stopped(
+    tmp_path: Path, is_stuck: str, is_killed: bool
+) -> None:
+    for unique_id in range(3):
+        save_alone(state(unique_id), tmp_path, unique_id)
+    dead_save(tmp_path, 0, last="sync")
+    (claim,) = tmp_path.glob("0.*.claim")
+    temporary = claim.with_suffix(".metadata.tmp")
+    temporary.touch()
+    age_claims(tmp_path)
+    hook = refuses(claim.name if is_stuck == "claim" else temporary.name, errno.EACCES)
+    if is_killed:
+        killed_after_its_commit(tmp_path, 7, 0, hook)
+    else:
+        save_alone(state(7), FaultyStorage(tmp_path, hook), 0)
+    for unique_id in (1, 2):
+        age_claims(tmp_path)
+        delete(FaultyStorage(tmp_path, hook), unique_id)
+    if is_stuck == "claim":
+        with pytest.raises(StuckClaimError, match=claim.name):
+            delete(FaultyStorage(tmp_path, hook), 0)
+    check_after_later_saves(tmp_path, {0: 7})
 
 
 def test_what_a_live_save_replaces_that_was_killed_at_its_commit_is_not_forgotten(tmp_path: Path) -> None:
