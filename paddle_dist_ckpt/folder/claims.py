@@ -27,7 +27,6 @@ __all__ = [
     "Claim",
     "Statement",
     "claimed_saves",
-    "claims_in",
     "expired_claims",
     "is_abandoned",
     "is_expired",
@@ -164,7 +163,7 @@ def records_of(storage: Storage) -> dict[str, tuple[ClaimName, Claim]]:
     vanished: set[str] = set()
     while True:
         found, before = dict[str, tuple[ClaimName, Claim]](), len(vanished)
-        for name, parsed in claims_in(storage).items():
+        for name, parsed in _claims_in(storage).items():
             try:
                 found[name] = parsed, record_of(storage, name, parsed)
             except FileNotFoundError:  # each counts once: a link to nowhere is always listed
@@ -173,14 +172,14 @@ def records_of(storage: Storage) -> dict[str, tuple[ClaimName, Claim]]:
             return found
 
 
-def claims_in(storage: Storage) -> dict[str, ClaimName]:
+def _claims_in(storage: Storage) -> dict[str, ClaimName]:
     """The claim files in a folder, and those that are being written."""
     return {name: parsed for name in storage.names() if (parsed := parse_claim(name)) is not None}
 
 
 def saves_with_claims(storage: Storage) -> set[str]:
     """The saves that have a claim of their own, which says what is to become of their files."""
-    return {parsed.save_id for parsed in claims_in(storage).values()}
+    return {parsed.save_id for parsed in _claims_in(storage).values()}
 
 
 def record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
@@ -223,7 +222,7 @@ def saves_of_claim(record: Statement, committed: Container[str | None]) -> list[
 
 def expired_claims(storage: Storage, ours: str, now: float, given_up: Collection[str]) -> dict[str, ClaimName]:
     """The claims of dead saves, beside our own claim, which tells the time."""
-    others = {name: parsed for name, parsed in claims_in(storage).items() if name != ours}
+    others = {name: parsed for name, parsed in _claims_in(storage).items() if name != ours}
     fresh = {parsed.save_id for name, parsed in others.items() if not is_expired(storage, name, now)}
     return {name: parsed for name, parsed in others.items() if parsed.save_id not in fresh.difference(given_up)}
 
@@ -248,5 +247,5 @@ def is_abandoned(storage: Storage, now: float) -> bool:
         now: The time by the folder's own clock: when a file near it was changed just now.
     """
     # The folder itself counts as well: one that is about to be claimed has changed.
-    expired = [is_expired(storage, name, now) for name in [*claims_in(storage), "."]]  # each may be dated anew
+    expired = [is_expired(storage, name, now) for name in [*_claims_in(storage), "."]]  # each may be dated anew
     return all(expired)
