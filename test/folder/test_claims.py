@@ -937,12 +937,12 @@ def test_what_a_rank_makes_when_its_save_was_taken_over_is_removed_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: int
 ) -> None:
     """It was frozen when it had written; the others have given up, and nobody will look for its file any more."""
-    over, stopped, write = threading.Event(), list[bool](), RankFiles._write
+    over, stopped, write = threading.Event(), threading.Event(), RankFiles._write
 
     def write_and_freeze(files: RankFiles) -> Any:
         written = write(files)
-        if files._context.session.rank == frozen and not stopped:
-            stopped.append(True)
+        if files._context.session.rank == frozen and not stopped.is_set():
+            stopped.set()
             assert over.wait(PATIENCE)
             for file in files._files:  # as if they were made only now, when who has taken over has looked
                 (tmp_path / file.name).touch()
@@ -950,6 +950,7 @@ def test_what_a_rank_makes_when_its_save_was_taken_over_is_removed_by_itself(
 
     def hang(operation: str, name: str) -> None:
         if operation == "sync_file":
+            assert stopped.wait(PATIENCE)
             raise CheckpointTimeoutError("it hangs")
 
     def work(rank: SimulatedRank) -> None:
