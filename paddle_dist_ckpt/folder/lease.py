@@ -219,8 +219,8 @@ class Lease:
 
         def is_awaited(save: str) -> bool:
             unique_id = committed[save]
-            others = self.others(unique_id).values()
-            return any(claim.may_replace and claim.save != save for claim in others) or any(
+            of_id = [claim for id_now, _, claim in beside.values() if id_now == unique_id and claim.save != save]
+            return any(claim.may_replace for claim in of_id) or any(
                 said.may_replace_in(unique_id) for said in (*left, *passed_on)
             )
 

@@ -21,7 +21,14 @@ from paddle_dist_ckpt.folder.lease import StuckClaimError
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.folder.test_claims import check_holds, dead_save, state
-from test.folder.test_gone_claims import LastStep, age_all_claims, claims_of, frozen_at_its_last_step, refuses
+from test.folder.test_gone_claims import (
+    LastStep,
+    age_all_claims,
+    claims_of,
+    dead_with_a_temporary_name,
+    frozen_at_its_last_step,
+    refuses,
+)
 from test.jobs import Killed, age, age_claims, files_in, save_alone, save_on, saves_in, try_save
 from test.waiting import PATIENCE
 
@@ -231,10 +238,8 @@ def test_deletions_go_on_beside_a_committed_save_that_waits_for_one_that_cannot_
 ) -> None:
     for unique_id in range(3):
         save_alone(state(unique_id), tmp_path, unique_id)
-    dead_save(tmp_path, 0, last="sync")
-    (claim,) = tmp_path.glob("0.*.claim")
-    temporary = claim.with_suffix(".metadata.tmp")
-    temporary.touch()
+    temporary = dead_with_a_temporary_name(tmp_path, 0)
+    claim = temporary.with_suffix("").with_suffix(".claim")
     age_claims(tmp_path)
     hook = refuses(claim.name if is_stuck == "claim" else temporary.name, errno.EACCES)
     if is_killed:
@@ -264,10 +269,7 @@ def test_what_a_live_save_replaces_that_was_killed_at_its_commit_is_not_forgotte
 
 def test_what_cannot_be_settled_for_long_is_passed_on_without_growing(tmp_path: Path) -> None:
     save_alone(state(0), tmp_path, 0)
-    dead_save(tmp_path, 5, last="sync")
-    (claim,) = tmp_path.glob("5.*.claim")
-    temporary = claim.with_suffix(".metadata.tmp")
-    temporary.touch()
+    temporary = dead_with_a_temporary_name(tmp_path, 5)
 
     def hook(operation: str, name: str) -> None:
         if (operation, name) == ("delete", temporary.name):
@@ -284,10 +286,7 @@ def test_what_cannot_be_settled_for_long_is_passed_on_without_growing(tmp_path: 
 def test_deletions_go_on_beside_the_temporary_name_of_another_id_that_stays(tmp_path: Path) -> None:
     for unique_id in range(3):
         save_alone(state(unique_id), tmp_path, unique_id)
-    dead_save(tmp_path, 9, last="sync")
-    (claim,) = tmp_path.glob("9.*.claim")
-    temporary = claim.with_suffix(".metadata.tmp")
-    temporary.touch()
+    temporary = dead_with_a_temporary_name(tmp_path, 9)
     age_claims(tmp_path)
     storage = FaultyStorage(tmp_path, refuses(temporary.name, errno.EBUSY))
     for unique_id in range(2):

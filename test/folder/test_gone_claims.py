@@ -695,6 +695,15 @@ def frozen_at_its_last_step(
         thaw()
 
 
+def dead_with_a_temporary_name(folder: Path, unique_id: int) -> Path:
+    """Save, and die when the `.metadata` could be complete under its temporary name, which is returned."""
+    dead_save(folder, unique_id, last="sync")
+    (claim,) = folder.glob(f"{unique_id}.*.claim")
+    temporary = claim.with_suffix(".metadata.tmp")
+    temporary.touch()
+    return temporary
+
+
 def refuses(suffix: str, number: int) -> Callable[[str, str], None]:
     """A hook: no file with this ending can be removed."""
 
@@ -762,10 +771,7 @@ def test_a_temporary_name_that_cannot_be_removed_is_in_nobodys_way(tmp_path: Pat
     """It is immutable, or somebody has it open where that matters."""
     for unique_id in range(4):
         save_alone(state(unique_id), tmp_path, unique_id)
-    dead_save(tmp_path, 9, last="sync")
-    (claim,) = tmp_path.glob("9.*.claim")
-    temporary = claim.with_suffix(".metadata.tmp")
-    temporary.touch()
+    temporary = dead_with_a_temporary_name(tmp_path, 9)
     storage = FaultyStorage(tmp_path, refuses(temporary.name, number))
     for unique_id in range(4):
         age_all_claims(tmp_path)
