@@ -233,13 +233,13 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
     no such claims, and after that its own save under the id, has seen the last of those; and who finds one leaves its
     own claim, marked, to the other save, or if that dies, to whoever comes when both have expired.
     """
-    storage, (others, rivals) = lease.storage, lease.rivals(unique_id)
+    storage, (others, rivals) = lease.storage, lease.others.rivals(unique_id)
     if rivals:
         lease.mark_done(unique_id)
-        others, rivals = lease.rivals(unique_id)  # IMPORTANT: of two that end at once, one sees the other's mark
+        others, rivals = lease.others.rivals(unique_id)  # IMPORTANT: of two that end at once, one sees the other's mark
     over = {name: claim for name, claim in others.items() if claim.is_settled}
     theirs = {*lease.inherited, *(save for claim in over.values() for save in (claim.replaces, *claim.own))}
-    theirs = theirs and theirs - lease.answered_for(over)
+    theirs = theirs and theirs - lease.others.answered_for(over)
     doubtful = {lease.replaces, *theirs} - {None}
     # IMPORTANT: looked at after the claims.
     if save_of(storage, unique_id) != save_id:

@@ -88,7 +88,7 @@ def _copy_claimed(
 def _settled(lease: Lease, save: str) -> list[str]:
     """The save that is copied, if nothing of it is left to remove; or what is there is committed, or another copy's."""
     files = map(parse_data_file, lease.storage.names())
-    if not any(file is not None and file.save_id == save for file in files) or save in lease.answered_for():
+    if not any(file is not None and file.save_id == save for file in files) or save in lease.others.answered_for():
         return [save]
     return [save] if save in committed_saves(lease.storage) else []
 
@@ -178,7 +178,7 @@ def _check_free(out: Storage, metadata: Metadata) -> None:
 
 def _check_unclaimed(lease: Lease, metadata: Metadata) -> None:
     """Refuse to make what somebody else is about to remove: a copy has the save's own id, and the same files."""
-    claim = lease.rival(metadata.save_id)
+    claim = lease.others.speaking_of(metadata.save_id)
     if claim is not None:
         raise CheckpointError(
             f"files of this checkpoint are being removed from {lease.storage.location}, or put there, as {claim} says; "

@@ -132,12 +132,12 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
     lease = removal_lease(storage, unique_id, automatic=False)
     ours: list[str] = []  # what is to go, unless somebody has begun to remove it before
     try:
-        lease.check_alone()
+        lease.others.check_none()
         # IMPORTANT: what these say is known; a save that ends from here on may leave another one, to others than this.
-        others = lease.others(unique_id)
+        others = lease.others.of_id(unique_id)
         over = {name: claim for name, claim in others.items() if claim.is_settled and not claim.deletes}
         theirs = {save for claim in over.values() for save in (claim.replaces, *claim.own) if save is not None}
-        kept = lease.answered_for(over)
+        kept = lease.others.answered_for(over)
         theirs -= kept
         lease.inherited = [save for save in lease.inherited if save not in kept]
         # IMPORTANT: looked at after the claims, as what one of them speaks of may be committed under another id by now.
@@ -241,7 +241,7 @@ def begin_clearing(storage: Storage, unique_id: int, of_checkpoint: bool) -> Del
     """
     lease = removal_lease(storage, unique_id, automatic=of_checkpoint)
     try:
-        lease.check_alone()
+        lease.others.check_none()
         if not of_checkpoint and any(name.endswith(".metadata") for name in storage.names()):
             raise CheckpointError(f"{storage.location} has a checkpoint by now")
         lease.confirm()

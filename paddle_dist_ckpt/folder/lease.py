@@ -14,7 +14,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -22,31 +22,18 @@ import msgspec
 from ..errors import CheckpointError, CheckpointTimeoutError
 from ..files.names import claim_name, temporary_name
 from ..storage.base import Storage
-from .aside import put_aside
-from .claims import (
-    EXPIRES_AFTER,
-    EXPIRY,
-    FRESH_EVERY,
-    TEMPORARY,
-    Claim,
-    Statement,
-    is_expired,
-    records_of,
-    saves_of_claim,
-)
+from .claims import EXPIRES_AFTER, FRESH_EVERY, TEMPORARY, Claim, Statement, records_of
 from .dead_claims import DeadClaims
-from .ids import committed_saves, known_save_of
+from .ids import known_save_of
+from .other_claims import OtherClaims
 from .own_claim import OwnClaim
+from .take_over import TakeOver
 
-__all__ = ["Lease", "StuckClaimError"]
+__all__ = ["Lease"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _LOOK_AGAIN = 0.1  # seconds
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
-
-class StuckClaimError(CheckpointError):
-    """The claim of a dead save is in the way, and cannot be read or removed by this process."""
 
 
 class Lease:
@@ -70,6 +57,7 @@ class Lease:
         inherited: What that has set out to remove in its turn, and had not done when this save met its claim.
         doomed: Save ids whose files are to be removed: those of dead saves, and what these had replaced.
         is_said: Whether the claim says all of this, for which a full disk may have no room.
+        others: The claims beside it.
     """
 
     def __init__(
@@ -88,15 +76,13 @@ class Lease:
         self._passes_on = False
         self._committed_as: int | None = None
         self.save_id = secrets.token_hex(8)
-        self._ids = {self.save_id}  # of the claims that it has made
         self.replaces: str | None = None
         self.inherited: list[str] = []
         self.doomed: list[str] = []
         self.is_said = False
         self._claim = OwnClaim(storage, claim_name(unique_id, self.save_id))
-        self._taken: list[Statement] = []  # what dead saves' claims have said, until it is certain what follows
-        self._awaited: set[str] = set()  # those of dead committed saves that others may yet replace
-        self._stuck: set[str] = set()  # the claims of dead saves that could not be read or removed
+        self.others = OtherClaims(storage, self._claim, unique_id, self.save_id)
+        self._take_over = TakeOver(storage, self.others, self.temporary, self._set_out, self._pass_on)
         self._look()
         try:
             self._write()
@@ -145,7 +131,7 @@ class Lease:
             done=self._is_done,
             committed_as=self._committed_as,
             passes_on=self._passes_on,
-            taken=self._taken,
+            taken=self._take_over.taken,
         )
         self.is_said = False
         try:
@@ -160,95 +146,22 @@ class Lease:
                 self._claim.publish(b"")
 
     def _take_over_dead(self, given_up: Collection[str]) -> None:
-        """Make the removal of dead saves' files this save's business.
+        """Make the removal of dead saves' files this save's business."""
+        self._take_over.run(DeadClaims(self.storage, self._claim, given_up))
 
-        IMPORTANT: the dead saves' claims go before any of their files do, and this claim says what they said before
-        they go. A save that was only frozen then finds its claim gone, and does not commit; or its temporary name, if
-        it was frozen just before its last step. So that goes next, and only then it is certain which are committed.
-        """
-        dead = DeadClaims(self.storage, self._claim, given_up)
-        self._stuck = dead.stuck
-        if not dead.found:
-            return
-        committed: dict[str, int] = {}
-        try:
-            committed = committed_saves(self.storage)
-            dead.read()
-            self._taken = dead.said(dead.records, committed)
-            self._write()
-            # Those of committed saves last: it is known by then which others cannot be stopped, and may replace them.
-            dead.remove(name for name, record in dead.records.items() if record.save not in committed)
-            left = dead.remove_temporaries({said.save for said in dead.said(dead.gone, committed)})
-            awaited = self._awaited_by_others(dead, committed, [said for said in self._taken if said.save in left])
-            self._awaited = {name for name, record in dead.records.items() if record.save in awaited}
-            dead.leave(awaited)
-            dead.remove(name for name, record in dead.records.items() if record.save in committed)
-            self._taken = dead.said(dead.gone, committed)
-            left |= dead.remove_temporaries({said.save for said in self._taken})
-            self._pass_on([said for said in self._taken if said.save in left], committed)
-            self._taken = [said for said in self._taken if said.save not in left]
-            self._settle()
-        except CheckpointError as error:
-            _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
-            self._pass_on([said for said in dead.said(dead.gone, committed) if said.is_of_use], committed)
-            self._taken = []
-            with suppress(OSError, CheckpointError):  # it says what it has said then
-                self._write()
+    def _set_out(self, doomed: Sequence[str]) -> None:
+        """Have the claim say what is taken over, and that files of these saves are to be removed."""
+        self.doomed = list(doomed)
+        self._write()
 
-    def _pass_on(self, taken: Sequence[Statement], committed: Collection[str]) -> None:
-        """Leave what is not certain to a later save, by a claim of its own, as this one speaks of its save, too."""
-        if not taken:
-            return
+    def _pass_on(self, taken: Sequence[Statement]) -> None:
+        """Leave statements to a later save. A full disk may have no room for them, which must not stop a deletion."""
         try:
-            self._leave([], [said.without(committed) for said in taken])
+            self._leave([], taken)
         except OSError as error:
             if not self._deletes or error.errno not in _NO_ROOM:
                 raise
             _logger.debug("there is no room to pass on what dead saves have left: %s", error)
-
-    def _awaited_by_others(self, dead: DeadClaims, committed: Mapping[str, int], left: Sequence[Statement]) -> set[str]:
-        """The committed saves that others, which live or cannot be stopped, may yet replace without knowing it.
-
-        Args:
-            dead: The claims of dead saves, of which those of such that are not committed are removed by now.
-            committed: All committed saves, with their ids.
-            left: What was taken of saves whose temporary names could not be removed.
-        """
-        beside = self._beside()
-        passed_on = [said for name, (_, _, claim) in beside.items() if name not in dead.records for said in claim.taken]
-
-        def is_awaited(save: str) -> bool:
-            unique_id = committed[save]
-            of_id = [claim for id_now, _, claim in beside.values() if id_now == unique_id and claim.save != save]
-            return any(claim.may_replace for claim in of_id) or any(
-                said.may_replace_in(unique_id) for said in (*left, *passed_on)
-            )
-
-        return set(filter(is_awaited, {record.save for record in dead.records.values() if record.save in committed}))
-
-    def _settle(self) -> None:
-        """Find out which files nobody needs any more, of those that dead saves' claims have spoken of."""
-        # IMPORTANT: what another claim answers for is that one's, and it may be of somebody who lives. Looked at before
-        # it is looked at what is committed: who has committed something ends its claim after that.
-        kept = self.answered_for()
-        committed = committed_saves(self.storage)
-        late = [said for said in self._taken if not self._put_aside(said, committed)]
-        found = [*self.doomed, *(save for said in self._taken for save in saves_of_claim(said, committed))]
-        self.doomed = [save for save in dict.fromkeys(found) if not (save in committed or save in kept)]
-        of_paddle = [msgspec.structs.replace(said, replaces=None, removes=[], passes_on=True) for said in late]
-        self._pass_on(of_paddle, committed)
-        self._taken = []
-        self._write()
-
-    def _put_aside(self, record: Statement, committed: Collection[str]) -> bool:
-        """Do what a dead save has not done for a checkpoint of Paddle's; returns whether that could be done."""
-        if record.of_paddle is not None and record.save in committed:
-            try:
-                put_aside(self.storage, record.of_paddle, self.temporary)
-            except (OSError, CheckpointError) as error:
-                _logger.warning("%s: a checkpoint of Paddle's is not put aside yet: %s", self.storage.location, error)
-                return False
-        return True
 
     def confirm(self) -> None:
         """Just before the commit: see that the claim is there, and which save the id has now.
@@ -277,7 +190,7 @@ class Lease:
     def _wait_for_deletion(self) -> None:
         # At least as long as the claim of one that has died may count.
         started, said, most = time.monotonic(), False, max(self._patience, EXPIRES_AFTER + 2 * FRESH_EVERY)
-        while (found := self._deleter()) is not None:
+        while (found := self.others.deleter()) is not None:
             name, claim = found
             which, claimed = f"checkpoint {self.unique_id}", f"{self.storage.location}/{name}"
             text = f"{which} is being deleted, as {claimed} says"
@@ -292,66 +205,6 @@ class Lease:
                     "to another id"
                 )
             time.sleep(_LOOK_AGAIN)
-
-    def _deleter(self) -> tuple[str, Claim] | None:
-        """The claim of somebody who may still remove the `.metadata` under the id, with its name."""
-        claims, now = self.others(self.unique_id), self._claim.now()
-        deleters = ((name, claim) for name, claim in claims.items() if claim.deletes and not claim.done)
-        return next((found for found in deleters if not is_expired(self.storage, found[0], now)), None)
-
-    def others(self, unique_id: int) -> dict[str, Claim]:
-        """The other claims of an id, by name: of saves that set out for it and are under no other, or that are."""
-        return self.rivals(unique_id)[0]
-
-    def rivals(self, unique_id: int) -> tuple[dict[str, Claim], bool]:
-        """The same, and whether a save may yet replace what is committed under the id, perhaps without knowing it."""
-        beside = self._beside()
-        others = {
-            name: claim
-            for name, (id_now, _, claim) in beside.items()
-            if id_now == unique_id and claim.save not in self._ids
-        }
-        may_replace = any(claim.may_replace for claim in others.values())
-        return others, may_replace or any(claim.has_taken_for(unique_id) for _, _, claim in beside.values())
-
-    def answered_for(self, but: Collection[str] = ()) -> set[str]:
-        """The saves whose files other claims, but for these, alone have removed: those that they make.
-
-        A copy's are those that it is to remove if it fails. What a save that chose its id has taken over is among them
-        as well; it does that, or its claim stays. What others are to remove several may try to.
-        """
-        found: set[str] = set()
-        for name, (_, _, claim) in self._beside().items():
-            makes = claim.automatic and not (claim.done or claim.deletes)
-            if name not in but and not claim.passes_on:
-                found.update(claim.own if makes else [claim.save])
-        return found
-
-    def _beside(self) -> dict[str, tuple[int, int, Claim]]:
-        """The claims beside this one's: the id that each is of, the one in its name, and what it says."""
-        found = {}
-        records = records_of(self.storage)
-        for name, (parsed, record) in records.items():
-            rewritten = name.endswith(TEMPORARY) and name.removesuffix(TEMPORARY) in records
-            if not (parsed.save_id == self.save_id or rewritten):
-                id_now = parsed.unique_id if record.committed_as is None else record.committed_as
-                found[name] = id_now, parsed.unique_id, record
-        return found
-
-    def rival(self, save: str) -> str | None:
-        """The claim of somebody else, not known to be dead, who makes or removes files of this save, or is about to.
-
-        On a full disk it cannot be said what is deleted: deletions count that are of the id, or have an empty claim.
-        """
-        now = self._claim.now()
-        for name, (parsed, record) in records_of(self.storage).items():
-            deletes = record.deletes and not record.done
-            deletes &= parsed.unique_id == self.unique_id or record.is_empty
-            if parsed.save_id == self.save_id or not (deletes or record.speaks_of(save)):
-                continue
-            if not is_expired(self.storage, name, now):
-                return name
-        return None
 
     def mark_done(self, committed_as: int | None = None, passes_on: bool = False) -> None:
         """Say that the save is committed, under this id if not under the one that it has set out for; or that what it
@@ -386,7 +239,7 @@ class Lease:
 
     def _leave(self, saves: Sequence[str], taken: Sequence[Statement] = ()) -> str:
         other = secrets.token_hex(8)
-        self._ids.add(other)
+        self.others.ids.add(other)
         claim = Claim(other, None, list(saves), deletes=True, done=True, passes_on=True, taken=list(taken))
         name = claim_name(self.unique_id, other)
         self.storage.publish(name, msgspec.json.encode(claim), name + TEMPORARY, replace=True)
@@ -405,7 +258,7 @@ class Lease:
         """End when nothing of these saves is to be removed; what is left of dead saves is left to a later save."""
         self.stop()
         self.doomed = [save for save in self.doomed if save not in saves]
-        if self.doomed or self._taken:
+        if self.doomed or self._take_over.taken:
             self._hold_nobody_up()
             return
         try:
@@ -419,43 +272,6 @@ class Lease:
         if self._deletes:
             self.replaces = None
             self.mark_done()
-
-    def check_alone(self, everywhere: bool = True) -> None:
-        """See that nobody else is saving to the folder, or to this id in it.
-
-        Raises:
-            CheckpointError: somebody is, or died less than a few minutes ago.
-        """
-        beside = self._beside()
-        if awaited := [name for name, (_, _, claim) in beside.items() if claim.has_taken_for(self.unique_id)]:
-            raise CheckpointError(
-                f"checkpoint {self.unique_id} in {self.storage.location} may yet be replaced by a save that was taken "
-                f"for dead, as {awaited[0]} says; {EXPIRY}"
-            )
-        others: list[str] = []
-        for name, (id_now, id_then, claim) in beside.items():
-            is_of_id = self.unique_id == id_now or (everywhere and self.unique_id == id_then)
-            if claim.save in self._ids or not (everywhere or is_of_id) or (claim.done and claim.passes_on):
-                continue
-            if not self._is_harmless(name, claim if is_of_id else None):
-                others.append(name)
-        stuck = [name for name in others if name in self._stuck]
-        if stuck and self._stuck.union(self._awaited).issuperset(others):
-            raise StuckClaimError(
-                f"{self.storage.location} has the claim of a dead save, {stuck[0]}, which cannot be read or removed "
-                "here: if nobody is at work there, remove that file"
-            )
-        if others:
-            raise CheckpointError(f"{self.storage.location} is being saved to, as {others[0]} says; {EXPIRY}")
-
-    def _is_harmless(self, name: str, of_id: Claim | None) -> bool:
-        """Whether another claim, perhaps one of this id, lets nobody replace what has the id now.
-
-        A save that is taken for dead, and that nothing stops, as its claim could not be removed, may still commit.
-        """
-        if of_id is None:
-            return name in self._stuck or name in self._awaited
-        return of_id.done or (name in self._stuck and of_id.automatic)
 
     def stop(self) -> None:
         """Keep the claim fresh no more. A later save does what is left to do when it has expired."""

@@ -19,8 +19,8 @@ from ..folder.claims import is_abandoned
 from ..folder.commit import remove_saves
 from ..folder.delete import Deletion, begin_clearing, begin_deletion
 from ..folder.ids import note_of, save_of
-from ..folder.lease import StuckClaimError
 from ..folder.nothing import steps_text
+from ..folder.other_claims import StuckClaimError
 from ..options import as_integer
 from ..storage import Folders, Storage
 from ..storage.base import FolderIdentity

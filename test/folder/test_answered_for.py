@@ -17,7 +17,7 @@ from paddle_dist_ckpt import list_checkpoints, verify
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError
 from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import delete
-from paddle_dist_ckpt.folder.lease import StuckClaimError
+from paddle_dist_ckpt.folder.other_claims import StuckClaimError
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.folder.test_claims import check_holds, dead_save, state

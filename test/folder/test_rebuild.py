@@ -289,7 +289,7 @@ def test_nothing_is_rebuilt_beside_a_save(tmp_path: Path, monkeypatch: pytest.Mo
 
     def publishing(lease: Lease, *args: Any) -> bool:
         save = Lease(lease.storage, 4, automatic=True)
-        (claim,) = save.others(3).values()  # as the save sees it, which waits then
+        (claim,) = save.others.of_id(3).values()  # as the save sees it, which waits then
         assert claim.deletes
         save.end()
         return publish(lease, *args)

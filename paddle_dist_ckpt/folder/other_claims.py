@@ -1,0 +1,135 @@
+"""The claims of others, as a save or removal that has one itself sees them: what they make, remove, or may replace."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..errors import CheckpointError
+from ..storage.base import Storage
+from .claims import EXPIRY, TEMPORARY, Claim, is_expired, records_of
+from .own_claim import OwnClaim
+
+__all__ = ["OtherClaims", "StuckClaimError"]
+
+
+class StuckClaimError(CheckpointError):
+    """The claim of a dead save is in the way, and cannot be read or removed by this process."""
+
+
+class OtherClaims:
+    """The claims in a folder beside one's own.
+
+    Args:
+        storage: The folder.
+        own: The claim of this process, which tells the time.
+        unique_id: The id that it is of.
+        save_id: The save that it is of.
+
+    Attributes:
+        ids: The saves of the claims that this process has made.
+        stuck: The claims of dead saves that it could not read or remove.
+        awaited: Those of dead committed saves that others may yet replace, which it leaves for that.
+    """
+
+    def __init__(self, storage: Storage, own: OwnClaim, unique_id: int, save_id: str) -> None:
+        self._storage, self._own, self._unique_id, self._save_id = storage, own, unique_id, save_id
+        self.ids = {save_id}
+        self.stuck: set[str] = set()
+        self.awaited: set[str] = set()
+
+    def all(self) -> dict[str, tuple[int, int, Claim]]:
+        """The id that each is of, the one in its name, and what it says."""
+        found = {}
+        records = records_of(self._storage)
+        for name, (parsed, record) in records.items():
+            rewritten = name.endswith(TEMPORARY) and name.removesuffix(TEMPORARY) in records
+            if not (parsed.save_id == self._save_id or rewritten):
+                id_now = parsed.unique_id if record.committed_as is None else record.committed_as
+                found[name] = id_now, parsed.unique_id, record
+        return found
+
+    def of_id(self, unique_id: int) -> dict[str, Claim]:
+        """Those of an id, by name: of saves that set out for it and are under no other, or that are."""
+        return self.rivals(unique_id)[0]
+
+    def rivals(self, unique_id: int) -> tuple[dict[str, Claim], bool]:
+        """The same, and whether a save may yet replace what is committed under the id, perhaps without knowing it."""
+        beside = self.all()
+        others = {
+            name: claim
+            for name, (id_now, _, claim) in beside.items()
+            if id_now == unique_id and claim.save not in self.ids
+        }
+        may_replace = any(claim.may_replace for claim in others.values())
+        return others, may_replace or any(claim.has_taken_for(unique_id) for _, _, claim in beside.values())
+
+    def answered_for(self, but: Collection[str] = ()) -> set[str]:
+        """The saves whose files other claims, but for these, alone have removed: those that they make.
+
+        A copy's are those that it is to remove if it fails. What a save that chose its id has taken over is among them
+        as well; it does that, or its claim stays. What others are to remove several may try to.
+        """
+        found: set[str] = set()
+        for name, (_, _, claim) in self.all().items():
+            makes = claim.automatic and not (claim.done or claim.deletes)
+            if name not in but and not claim.passes_on:
+                found.update(claim.own if makes else [claim.save])
+        return found
+
+    def speaking_of(self, save: str) -> str | None:
+        """The claim of somebody, not known to be dead, who makes or removes files of this save, or is about to.
+
+        On a full disk it cannot be said what is deleted: deletions count that are of the id, or have an empty claim.
+        """
+        now = self._own.now()
+        for name, (parsed, record) in records_of(self._storage).items():
+            deletes = record.deletes and not record.done
+            deletes &= parsed.unique_id == self._unique_id or record.is_empty
+            if parsed.save_id == self._save_id or not (deletes or record.speaks_of(save)):
+                continue
+            if not is_expired(self._storage, name, now):
+                return name
+        return None
+
+    def deleter(self) -> tuple[str, Claim] | None:
+        """The claim of somebody who may still remove the `.metadata` under the id, with its name."""
+        claims, now = self.of_id(self._unique_id), self._own.now()
+        deleters = ((name, claim) for name, claim in claims.items() if claim.deletes and not claim.done)
+        return next((found for found in deleters if not is_expired(self._storage, found[0], now)), None)
+
+    def check_none(self, everywhere: bool = True) -> None:
+        """See that nobody else is saving to the folder, or to the id in it.
+
+        Raises:
+            CheckpointError: somebody is, or died less than a few minutes ago.
+        """
+        beside = self.all()
+        if awaited := [name for name, (_, _, claim) in beside.items() if claim.has_taken_for(self._unique_id)]:
+            raise CheckpointError(
+                f"checkpoint {self._unique_id} in {self._storage.location} may yet be replaced by a save that was "
+                f"taken for dead, as {awaited[0]} says; {EXPIRY}"
+            )
+        others: list[str] = []
+        for name, (id_now, id_then, claim) in beside.items():
+            is_of_id = self._unique_id == id_now or (everywhere and self._unique_id == id_then)
+            if claim.save in self.ids or not (everywhere or is_of_id) or (claim.done and claim.passes_on):
+                continue
+            if not self._is_harmless(name, claim if is_of_id else None):
+                others.append(name)
+        stuck = [name for name in others if name in self.stuck]
+        if stuck and self.stuck.union(self.awaited).issuperset(others):
+            raise StuckClaimError(
+                f"{self._storage.location} has the claim of a dead save, {stuck[0]}, which cannot be read or removed "
+                "here: if nobody is at work there, remove that file"
+            )
+        if others:
+            raise CheckpointError(f"{self._storage.location} is being saved to, as {others[0]} says; {EXPIRY}")
+
+    def _is_harmless(self, name: str, of_id: Claim | None) -> bool:
+        """Whether another claim, perhaps one of this id, lets nobody replace what has the id now.
+
+        A save that is taken for dead, and that nothing stops, as its claim could not be removed, may still commit.
+        """
+        if of_id is None:
+            return name in self.stuck or name in self.awaited
+        return of_id.done or (name in self.stuck and of_id.automatic)
