@@ -93,6 +93,11 @@ class Statement(msgspec.Struct, frozen=True, omit_defaults=True):
         """The saves that it is answerable for whether it is committed or not."""
         return self.removes if self.passes_on else [self.save, *self.removes]
 
+    @property
+    def mentioned(self) -> list[str]:
+        """All saves of which it speaks."""
+        return self.own if self.replaces is None else [*self.own, self.replaces]
+
     def known(self, committed: Container[str | None]) -> Statement:
         """The same when it is known that these saves are committed."""
         return msgspec.structs.replace(self, done=self.done or self.save in committed)
@@ -137,7 +142,7 @@ class Claim(Statement, frozen=True, omit_defaults=True):
 
     def speaks_of(self, save: str) -> bool:
         """Whether it might come to remove files of a save."""
-        return any(save in (*said.own, said.replaces) for said in self.all)
+        return any(save in said.mentioned for said in self.all)
 
 
 _CLAIM_DECODER = msgspec.json.Decoder(Claim)  # made here, as threads must not make it at once

@@ -238,7 +238,11 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
         lease.mark_done(unique_id)
         others, rivals = lease.others.rivals(unique_id)  # IMPORTANT: of two that end at once, one sees the other's mark
     over = {name: claim for name, claim in others.items() if claim.is_settled}
-    theirs = {*lease.inherited, *(save for claim in over.values() for save in (claim.replaces, *claim.own))}
+    theirs = {*lease.inherited, *(save for claim in over.values() for save in claim.mentioned)}
+    # IMPORTANT: this claim speaks of them before it is looked who makes them. Who copies one has a claim by then, or
+    # finds this one.
+    if new := theirs.difference(lease.inherited):
+        lease.take_on(*sorted(new))
     theirs = theirs and theirs - lease.others.answered_for(over)
     doubtful = {lease.replaces, *theirs} - {None}
     # IMPORTANT: looked at after the claims.

@@ -136,15 +136,14 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         # IMPORTANT: what these say is known; a save that ends from here on may leave another one, to others than this.
         others = lease.others.of_id(unique_id)
         over = {name: claim for name, claim in others.items() if claim.is_settled and not claim.deletes}
-        theirs = {save for claim in over.values() for save in (claim.replaces, *claim.own) if save is not None}
-        kept = lease.others.answered_for(over)
-        theirs -= kept
-        lease.inherited = [save for save in lease.inherited if save not in kept]
+        theirs = {save for claim in over.values() for save in claim.mentioned}
         # IMPORTANT: looked at after the claims, as what one of them speaks of may be committed under another id by now.
         needed = _needed_by_others(storage, unique_id)
         ours += sorted({save_id, *theirs} - needed - {*lease.doomed})
         if ours:
             lease.take_on(*ours)  # who finds the claim after a crash goes on with this
+        # IMPORTANT: looked at when this claim speaks of them. Who copies one has a claim by then, or finds this one.
+        needed |= lease.others.answered_for(over) - {save_id}
         lease.confirm()
         if lease.replaces != save_id:
             raise CheckpointError(

@@ -375,3 +375,48 @@ def test_a_save_leaves_the_files_of_a_copy_that_has_come_since_it_has_read_what_
     age_all_claims(theirs)
     save_alone(state(6), theirs, 6)
     check_holds(theirs, {0: 1, 5: 5, 6: 6})
+
+
+@pytest.mark.parametrize("work", ["save", "delete"])
+def test_the_files_of_a_copy_stay_that_begins_while_an_ended_save_is_cleaned_up_after(
+    tmp_path: Path, work: str
+) -> None:
+    """What the ended save was to remove are files of the checkpoint that is copied; its claim expires meanwhile."""
+    ours, theirs = tmp_path / "from", tmp_path / "to"
+    save_alone(state(5), ours, 5)
+    for unique_id in (0, 7):
+        save_alone(state(unique_id), theirs, unique_id)
+    (copied,), ended = saves_in(ours), "e" * 16  # the latter was replaced by what is there now
+    claim = theirs / f"0.{ended}.claim"
+    claim.write_text(json.dumps({"save": ended, "replaces": None, "removes": [copied], "done": True}))
+    storage, copies, errors = LastStep(theirs, dies=False), list[threading.Thread](), list[CheckpointError]()
+    looks_at = "0.metadata" if work == "save" else "7.metadata"
+    before = (theirs / "0.metadata").read_bytes()
+
+    def copy_it() -> None:
+        try:
+            copy(LocalStorage(ours), storage, 5, False)
+        except CheckpointError as error:
+            errors.append(error)
+            storage.is_there.set()
+
+    def hook(operation: str, name: str) -> None:
+        is_time = work == "delete" or (theirs / "0.metadata").read_bytes() != before
+        if operation == "read" and name == looks_at and is_time and not copies:
+            age(claim)
+            copies.append(threading.Thread(target=copy_it))
+            copies[0].start()
+            assert storage.is_there.wait(PATIENCE)
+
+    at_work = FaultyStorage(theirs, hook)
+    if work == "save":
+        save_alone(state(1), at_work, 0)
+    else:
+        delete(at_work, 0)
+    storage.goes_on.set()
+    copies[0].join(PATIENCE)
+    there = [0, 7] if work == "save" else [7]
+    assert list_checkpoints(theirs) == (there if errors else sorted([*there, 5]))
+    assert all("are being removed" in str(error) for error in errors)
+    for unique_id in list_checkpoints(theirs):
+        assert verify(theirs, unique_id).problems == ()
