@@ -190,8 +190,8 @@ class Lease:
     def _wait_for_deletion(self) -> None:
         # At least as long as the claim of one that has died may count.
         started, said, most = time.monotonic(), False, max(self._patience, EXPIRES_AFTER + 2 * FRESH_EVERY)
-        while (found := self.others.deleter()) is not None:
-            name, claim = found
+        while alive := self._living_deleters():
+            name, claim = next(iter(alive.items()))
             which, claimed = f"checkpoint {self.unique_id}", f"{self.storage.location}/{name}"
             text = f"{which} is being deleted, as {claimed} says"
             if claim.is_unread:
@@ -205,6 +205,18 @@ class Lease:
                     "to another id"
                 )
             time.sleep(_LOOK_AGAIN)
+
+    def _living_deleters(self) -> dict[str, Claim]:
+        """The claims of those who remove the checkpoint under the id. Those of dead ones are gone then, if possible."""
+        alive, dead = self.others.deleters()
+        if not self.others.stuck.issuperset(dead):
+            # IMPORTANT: one that was silent for long may go on at any moment. It does not if its claim is gone.
+            self._take_over_dead(())
+            if self.doomed:
+                self.leave_doomed()
+                self.cleared()
+            alive, _ = self.others.deleters()
+        return alive
 
     def mark_done(self, committed_as: int | None = None, passes_on: bool = False) -> None:
         """Say that the save is committed, under this id if not under the one that it has set out for; or that what it

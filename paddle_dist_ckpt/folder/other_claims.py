@@ -91,11 +91,14 @@ class OtherClaims:
                 return name
         return None
 
-    def deleter(self) -> tuple[str, Claim] | None:
-        """The claim of somebody who may still remove the `.metadata` under the id, with its name."""
-        claims, now = self.of_id(self._unique_id), self._own.now()
-        deleters = ((name, claim) for name, claim in claims.items() if claim.deletes and not claim.done)
-        return next((found for found in deleters if not is_expired(self._storage, found[0], now)), None)
+    def deleters(self) -> tuple[dict[str, Claim], dict[str, Claim]]:
+        """The claims, by name, of those who may still remove the `.metadata` under the id: first of such that live."""
+        now = self._own.now()
+        alive, dead = dict[str, Claim](), dict[str, Claim]()
+        for name, claim in self.of_id(self._unique_id).items():
+            if claim.deletes and not claim.done:
+                (dead if is_expired(self._storage, name, now) else alive)[name] = claim
+        return alive, dead
 
     def check_none(self, everywhere: bool = True) -> None:
         """See that nobody else is saving to the folder, or to the id in it.

@@ -73,8 +73,12 @@ _FAULTS = (
     (Kind.FAIL_AFTER, 2),
     (Kind.FULL, 1),
     (Kind.REFRESH, 1),
+    (Kind.PASS, 2),
+    (Kind.STICK, 1),
 )
 _NUMBERS = (errno.EIO, errno.EIO, errno.ENOSPC, errno.EACCES)
+_ENDINGS = (".claim", ".claim.tmp", ".metadata.tmp", ".tmp", ".safetensors", "")
+"""How names end that cannot be removed, as in a folder where others' files may not be touched."""
 _CALLS, _MARKED = 60, 12
 """About how many calls a deed makes, and how many of those that list the folder, or name or remove something."""
 _REMOVALS = ("delete", "prune", "rebuild")
@@ -151,8 +155,8 @@ class _History:
         self.holders: dict[tuple[Path, int], str | None] = {}
         self.lost: str | None = None  # a save without its `.metadata`
         self.busy: dict[Job, _Deed] = {}
-        # The time when each job has seen that it has its claim, and whether one has removed something long after that:
-        # no promise is made for this (docs_en/guarantees.rst).
+        # How long each job had been silent when it saw that it has its claim, and whether one has removed something
+        # after much more silence: no promise is made for this (docs_en/guarantees.rst).
         self.seen: dict[int, float] = {}
         self.is_excused = False
         self.claims: dict[str, int] = {}  # who has made which
@@ -208,9 +212,12 @@ class _History:
             lasts = rng.choice((rng.randrange(60), rng.randrange(300), 10**9)) if kind is Kind.FREEZE else 0
             if kind in (Kind.REFRESH, Kind.FULL):
                 lasts = rng.randrange(1, 60)
+            ending = ""
+            if kind is Kind.STICK:
+                lasts, ending = rng.choice((rng.randrange(300), 10**9)), rng.choice(_ENDINGS)
             is_marked = rng.random() < 0.75
             faults[Moment(rng.randrange(deeds * (_MARKED if is_marked else _CALLS)), is_marked)] = Fault(
-                kind, number, lasts
+                kind, number, lasts, ending
             )
         return faults
 
@@ -281,9 +288,9 @@ class _History:
         """Take note of looks at claims, and of removals that come too long after them."""
         name = os.path.basename(call.path)
         if call.name == "unlink" and not name.endswith(".tmp") and self.claims.get(name) != call.rank:
-            self.is_excused |= self.schedule.now - self.seen.get(call.rank, math.inf) >= EXPIRES_AFTER
+            self.is_excused |= self.jobs[call.rank].silent - self.seen.get(call.rank, math.inf) >= EXPIRES_AFTER
         elif call.name == "stat" and name.endswith(".claim"):
-            self.seen[call.rank] = self.schedule.now
+            self.seen[call.rank] = self.jobs[call.rank].silent
         return perform(*given)
 
     def _note(self, number: int, event: _Event) -> None:

@@ -53,6 +53,8 @@ class Kind(enum.Enum):
     FAIL_AFTER = "failed when done"
     FULL = "disk full"
     REFRESH = "refreshed"
+    PASS = "going on for long"
+    STICK = "unable to remove"
 
 
 class Moment(NamedTuple):
@@ -74,12 +76,14 @@ class Fault(NamedTuple):
         kind: What it is.
         number: The error; 0 if it is none.
         lasts: Of a full disk for how many calls it is full; of who is frozen how many calls the others make; how many
-            calls of the job after that a thread touches its claim.
+            calls of the job after that a thread touches its claim; for how many calls names stay that it cannot remove.
+        ending: How the names end that the job cannot remove from then on.
     """
 
     kind: Kind
     number: int = 0
     lasts: int = 0
+    ending: str = ""
 
 
 class Job:
@@ -93,6 +97,7 @@ class Job:
         has_been_frozen: Whether it was frozen at some time.
         is_told: Whether a call of its has failed.
         had_no_room: Whether one has for want of room.
+        silent: For how many seconds it has kept no claim fresh, all in all.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -102,6 +107,8 @@ class Job:
         self.turn = threading.Semaphore(0)
         self.claims: list[Callable[[], None]] = []
         self.is_told = self.has_been_frozen = self.had_no_room = False
+        self.silent = 0.0
+        self.stuck: dict[str, int] = {}  # the endings of names that it cannot remove, and until which call
 
     @property
     def can_go_on(self) -> bool:
@@ -196,9 +203,18 @@ class Schedule:
             job.refreshes_in = fault.lasts
         elif fault.kind is Kind.FULL:
             self._full_until = self.calls + fault.lasts
+        elif fault.kind is Kind.PASS:
+            self._pass(_LONG)
+        elif fault.kind is Kind.STICK:
+            job.stuck[fault.ending] = self.calls + fault.lasts
 
     def _error(self, call: Call, fault: Fault | None) -> int | None:
         """What the call fails with."""
+        stuck = self._jobs[call.rank].stuck
+        if call.name == "unlink" and any(
+            self.calls <= until and str(call.path).endswith(ending) for ending, until in stuck.items()
+        ):
+            return errno.EACCES
         if self.calls <= self._full_until and call.name in _NEEDS_ROOM:
             makes = call.name != "open" or call.arguments[1] & os.O_CREAT
             return errno.ENOSPC if makes else None
@@ -322,7 +338,10 @@ class Schedule:
         try:
             self._age(seconds)
             for job in self._jobs:
-                if not (job.frozen or job.dead or job.ended):
+                is_alive = not (job.frozen or job.dead or job.ended)
+                if not (is_alive and job.claims):
+                    job.silent += seconds
+                elif is_alive:
                     for refresh in job.claims:
                         refresh()
         finally:

@@ -1,0 +1,155 @@
+"""A deletion that is silent for longer than its claim counts, and goes on beside a save to its id."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from paddle_dist_ckpt.errors import CheckpointError
+from paddle_dist_ckpt.folder.delete import delete
+from paddle_dist_ckpt.testing import FaultyStorage
+from test.folder.test_answered_for import check_after_later_saves
+from test.folder.test_claims import check_holds, dead_save, state
+from test.folder.test_gone_claims import refuses
+from test.jobs import age, age_claims, save_alone, try_save
+from test.waiting import PATIENCE
+
+
+class _Deletion:
+    """A deletion of checkpoint 0 on a thread: silent once it has looked who else is there, until it is told.
+
+    Args:
+        folder: The folder.
+        silent_at: The how manieth content of its claim says what it removes: the second if it takes over nothing.
+
+    Attributes:
+        errors: What it has raised.
+    """
+
+    def __init__(self, folder: Path, silent_at: int = 2) -> None:
+        self.errors: list[CheckpointError] = []
+        self._folder, self._silent_at, self._published = folder, silent_at, 0
+        self._is_silent, self._goes_on = threading.Event(), threading.Event()
+        self._is_about_to_remove, self._removes = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._delete, daemon=True)
+        self._thread.start()
+        assert self._is_silent.wait(PATIENCE)
+        (self.claim,) = folder.glob("*.claim")
+
+    def _delete(self) -> None:
+        try:
+            delete(FaultyStorage(self._folder, self._hook), 0)
+        except CheckpointError as error:
+            self.errors.append(error)
+        self._is_silent.set()
+        self._is_about_to_remove.set()
+
+    def _hook(self, operation: str, name: str) -> None:
+        if operation == "publish" and name.endswith(".claim"):
+            self._published += 1
+            if self._published == self._silent_at:
+                self._is_silent.set()
+                assert self._goes_on.wait(PATIENCE)
+        elif (operation, name) == ("delete", "0.metadata"):
+            self._is_about_to_remove.set()
+            assert self._removes.wait(PATIENCE)
+
+    def go_on(self) -> None:
+        """Let it go on until it is about to remove the `.metadata`, or ends."""
+        self._goes_on.set()
+        assert self._is_about_to_remove.wait(PATIENCE)
+
+    def end(self) -> None:
+        """Let it end."""
+        self._goes_on.set()
+        self._removes.set()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+def test_a_deletion_that_was_silent_removes_nothing_once_a_save_has_passed_over_it(tmp_path: Path) -> None:
+    """It goes on when the save has looked for it, and before the save is committed."""
+    save_alone(state(0), tmp_path, 0)
+    deletion, published = _Deletion(tmp_path), list[str]()
+
+    def hook(operation: str, name: str) -> None:
+        if (operation, name) == ("publish", "0.metadata"):
+            published.append(name)
+            age(deletion.claim)
+        elif operation == "touch" and published == ["0.metadata"]:  # its own claim, when it has looked for deletions
+            published.append("touched")
+        elif (operation, name) == ("read", "0.metadata") and published[1:] == ["touched"]:
+            published.append("looked at")
+            deletion.go_on()
+
+    save_alone(state(1), FaultyStorage(tmp_path, hook), 0)
+    assert published == ["0.metadata", "touched", "looked at"]
+    deletion.end()
+    check_after_later_saves(tmp_path, {0: 1})
+    (error,) = deletion.errors
+    assert "is gone: another save took this one, which was silent, for dead" in str(error)
+
+
+def test_a_deletion_is_waited_for_that_speaks_again_just_before_its_claim_goes(tmp_path: Path) -> None:
+    save_alone(state(0), tmp_path, 0)
+    deletion, seen = _Deletion(tmp_path), list[str]()
+
+    def hook(operation: str, name: str) -> None:
+        if (operation, name) == ("publish", "0.metadata"):
+            age(deletion.claim)
+            seen.append("is published")
+        elif operation == "publish" and seen == ["is published"]:  # the claim: who takes it over says so
+            deletion.claim.touch()
+            seen.append("is taken over")
+        elif operation == "modified" and name == deletion.claim.name and seen[-1:] == ["is taken over"]:
+            seen.append("is found alive")
+        elif operation == "names" and seen[-1:] == ["is found alive"]:
+            seen.append("is over")
+            deletion.end()
+
+    save_alone(state(1), FaultyStorage(tmp_path, hook), 0)
+    assert seen[-1] == "is over"
+    assert deletion.errors == []
+    check_holds(tmp_path, {0: 1})
+
+
+def test_what_a_deletion_was_to_remove_that_a_save_passes_over_is_not_forgotten(tmp_path: Path) -> None:
+    """It has taken over what a dead save has left, and is killed."""
+    save_alone(state(0), tmp_path, 0)
+    dead_save(tmp_path, 5, last="sync")
+    age_claims(tmp_path)
+    deletion = _Deletion(tmp_path, silent_at=4)
+    assert json.loads(deletion.claim.read_text())["removes"]
+
+    def hook(operation: str, name: str) -> None:
+        if (operation, name) == ("publish", "0.metadata"):
+            age(deletion.claim)
+
+    save_alone(state(1), FaultyStorage(tmp_path, hook), 0)
+    assert not deletion.claim.exists()
+    deletion.end()
+    check_after_later_saves(tmp_path, {0: 1})
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_dead_deletion_whose_claim_stays_stops_no_save(tmp_path: Path, number: int) -> None:
+    save_alone(state(0), tmp_path, 0)
+    deletion = _Deletion(tmp_path)
+    refuse = refuses(deletion.claim.name, number)
+
+    def hook(operation: str, name: str) -> None:
+        refuse(operation, name)
+        if (operation, name) == ("publish", "0.metadata"):
+            age(deletion.claim)
+
+    ((report,),) = [try_save([state(1)], FaultyStorage(tmp_path, hook), 0)]
+    assert not isinstance(report, BaseException), report
+    assert deletion.claim.exists()
+    deletion.end()
+    (error,) = deletion.errors
+    assert "has been replaced or removed meanwhile; nothing was deleted" in str(error)
+    check_after_later_saves(tmp_path, {0: 1})
