@@ -14,7 +14,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -79,6 +79,7 @@ class Lease:
         self.replaces: str | None = None
         self.inherited: list[str] = []
         self.doomed: list[str] = []
+        self._set_out_before: list[str] = []  # to remove files of these, before the dead of now were taken over
         self.is_said = False
         self._claim = OwnClaim(storage, claim_name(unique_id, self.save_id))
         self.others = OtherClaims(storage, self._claim, unique_id, self.save_id)
@@ -150,8 +151,8 @@ class Lease:
         self._take_over.run(DeadClaims(self.storage, self._claim, given_up))
 
     def _set_out(self, doomed: Sequence[str]) -> None:
-        """Have the claim say what is taken over, and that files of these saves are to be removed."""
-        self.doomed = list(doomed)
+        """Have the claim say what is taken over, and that files of these saves are to be removed, too."""
+        self.doomed = [*self._set_out_before, *doomed]
         self._write()
 
     def _pass_on(self, taken: Sequence[Statement]) -> None:
@@ -190,7 +191,7 @@ class Lease:
     def _wait_for_deletion(self) -> None:
         # At least as long as the claim of one that has died may count.
         started, said, most = time.monotonic(), False, max(self._patience, EXPIRES_AFTER + 2 * FRESH_EVERY)
-        while alive := self._living_deleters():
+        while alive := self._alive(self.others.deleters):
             name, claim = next(iter(alive.items()))
             which, claimed = f"checkpoint {self.unique_id}", f"{self.storage.location}/{name}"
             text = f"{which} is being deleted, as {claimed} says"
@@ -206,17 +207,29 @@ class Lease:
                 )
             time.sleep(_LOOK_AGAIN)
 
-    def _living_deleters(self) -> dict[str, Claim]:
-        """The claims of those who remove the checkpoint under the id. Those of dead ones are gone then, if possible."""
-        alive, dead = self.others.deleters()
+    def speaking_of(self, save: str) -> str | None:
+        """The claim of somebody else, who is not dead, and makes or removes files of this save, or is about to."""
+        return next(iter(self._alive(lambda: self.others.speaking_of(save))), None)
+
+    def _alive(self, find: Callable[[], dict[str, Claim]]) -> dict[str, Claim]:
+        """Those of these claims that count. The others are gone then, if that is possible."""
+        found = find()
+        dead = self.others.dead(found)
         if not self.others.stuck.issuperset(dead):
-            # IMPORTANT: one that was silent for long may go on at any moment. It does not if its claim is gone.
-            self._take_over_dead(())
-            if self.doomed:
-                self.leave_doomed()
-                self.cleared()
-            alive, _ = self.others.deleters()
-        return alive
+            # IMPORTANT: who was silent for long may go on at any moment. It does not if its claim is gone.
+            self._stop_dead()
+            found = find()
+            dead = self.others.dead(found)
+        return {name: claim for name, claim in found.items() if name not in dead}
+
+    def _stop_dead(self) -> None:
+        """Take over who has died since the beginning; what they have left is left to a later save."""
+        before = self._set_out_before = self.doomed
+        self._take_over_dead(())
+        if new := [save for save in self.doomed if save not in before]:
+            self._leave(new)
+        self.doomed = before
+        self._write()
 
     def mark_done(self, committed_as: int | None = None, passes_on: bool = False) -> None:
         """Say that the save is committed, under this id if not under the one that it has set out for; or that what it

@@ -93,7 +93,7 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
             if metadata.save_id in _committed(storage):
                 raise CheckpointError(f"{storage.location}: save {metadata.save_id} has its .metadata again meanwhile")
             # IMPORTANT: in this order. Who had its claim until just now has removed by then what it has removed.
-            if (claim := lease.others.speaking_of(metadata.save_id)) is not None:
+            if (claim := lease.speaking_of(metadata.save_id)) is not None:
                 what = f"save {metadata.save_id} is being removed, put there or rebuilt"
                 raise CheckpointError(f"{storage.location}: {what}, as {claim} says; {EXPIRY}")
             _check_there(storage, metadata, [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,20 +20,32 @@ from test.jobs import age, age_claims, save_alone, try_save
 from test.waiting import PATIENCE
 
 
+def before_content(number: int) -> Callable[[str, str], bool]:
+    """When a claim is about to have this content, counted from 1."""
+    published: list[str] = []
+
+    def is_time(operation: str, name: str) -> bool:
+        published.extend([name] * (operation == "publish" and name.endswith(".claim")))
+        return len(published) == number
+
+    return is_time
+
+
 class _Deletion:
-    """A deletion of checkpoint 0 on a thread: silent once it has looked who else is there, until it is told.
+    """A deletion of checkpoint 0 on a thread, silent at some time until it is told.
 
     Args:
         folder: The folder.
-        silent_at: The how manieth content of its claim says what it removes: the second if it takes over nothing.
+        is_time: Whether it is silent before this operation, on this name. By default, before its claim says what it
+            removes, when it has looked who else is there.
 
     Attributes:
         errors: What it has raised.
     """
 
-    def __init__(self, folder: Path, silent_at: int = 2) -> None:
+    def __init__(self, folder: Path, is_time: Callable[[str, str], bool] | None = None) -> None:
         self.errors: list[CheckpointError] = []
-        self._folder, self._silent_at, self._published = folder, silent_at, 0
+        self._folder, self._is_time = folder, before_content(2) if is_time is None else is_time
         self._is_silent, self._goes_on = threading.Event(), threading.Event()
         self._is_about_to_remove, self._removes = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._delete, daemon=True)
@@ -49,12 +62,10 @@ class _Deletion:
         self._is_about_to_remove.set()
 
     def _hook(self, operation: str, name: str) -> None:
-        if operation == "publish" and name.endswith(".claim"):
-            self._published += 1
-            if self._published == self._silent_at:
-                self._is_silent.set()
-                assert self._goes_on.wait(PATIENCE)
-        elif (operation, name) == ("delete", "0.metadata"):
+        if not self._is_silent.is_set() and self._is_time(operation, name):
+            self._is_silent.set()
+            assert self._goes_on.wait(PATIENCE)
+        if (operation, name) == ("delete", "0.metadata"):
             self._is_about_to_remove.set()
             assert self._removes.wait(PATIENCE)
 
@@ -122,7 +133,7 @@ def test_what_a_deletion_was_to_remove_that_a_save_passes_over_is_not_forgotten(
     save_alone(state(0), tmp_path, 0)
     dead_save(tmp_path, 5, last="sync")
     age_claims(tmp_path)
-    deletion = _Deletion(tmp_path, silent_at=4)
+    deletion = _Deletion(tmp_path, before_content(4))
     assert json.loads(deletion.claim.read_text())["removes"]
 
     def hook(operation: str, name: str) -> None:
