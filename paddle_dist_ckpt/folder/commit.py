@@ -109,7 +109,7 @@ def seal(storage: Storage, files: Sequence[FileInfo]) -> None:
     """Check that a folder still has these files in their sizes, and make its names durable.
 
     Raises:
-        CheckpointError: a file is gone or has another size.
+        CheckpointError: a file is gone or has another size, or the folder is gone.
     """
     for info in files:
         try:
@@ -119,7 +119,10 @@ def seal(storage: Storage, files: Sequence[FileInfo]) -> None:
         if size != info.size:
             raise CheckpointError(f"{storage.location}/{info.name} has {size} bytes; {info.size} were written")
     # IMPORTANT: names of data files are durable before `.metadata` names them.
-    storage.sync()
+    try:
+        storage.sync()
+    except FileNotFoundError:  # somebody has taken this save for dead, and removed it
+        raise CheckpointError(f"{storage.location} is gone before it could be committed") from None
 
 
 def publish(lease: Lease, metadata: Metadata, value_cost: int) -> int:

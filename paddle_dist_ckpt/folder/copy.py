@@ -98,7 +98,7 @@ def _copy_files(
 ) -> None:
     """Copy the data files; ``made`` gets their names, and ``unseen`` for a moment."""
     out = lease.storage
-    remove_saves(out, lease.doomed)
+    remove_saves(out, lease.doomed, lease.check_held)
     lease.doomed.clear()
     _check_free(out, metadata)
     _check_unclaimed(lease, metadata)

@@ -138,13 +138,18 @@ class _Saving:
         """Remove what dead saves have left in this rank's folder, and say how much room there is then."""
         storage, left = self._context.storage, False
         try:
-            remove_saves(storage, dead)
+            remove_saves(storage, dead, self._check_held)
         except CheckpointTimeoutError:
             raise
         except (OSError, CheckpointError) as error:
             _logger.warning("%s: files of dead saves are left to a later save: %s", storage.location, error)
             left = True
         return encode(ClearRequest(self._context.folder().free_bytes, left))
+
+    def _check_held(self) -> None:
+        """Before a removal: see that the claim is there, on the coordinator, whose folder has it."""
+        if self._coordinator is not None:
+            self._coordinator.check_held()
 
     def _request(self, state: LocalState, unique_id: int | None) -> SaveRequest:
         context, memory, block_bytes = self._context, self._context.memory, self._options.block_bytes
@@ -222,7 +227,7 @@ class _Saving:
 
         def remove() -> bytes:
             if self._context.session.rank in result.leaders:
-                remove_saves(storage, replaced)
+                remove_saves(storage, replaced, self._check_held)
             return b""
 
         try:

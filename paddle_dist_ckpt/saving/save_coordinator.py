@@ -169,6 +169,10 @@ class SaveCoordinator:
         self._settled = bool(lease.doomed)  # nobody writes before round clear has ended
         return orders
 
+    def check_held(self) -> None:
+        """See that the claim is there which says what is removed; see :meth:`..folder.lease.Lease.check_held`."""
+        self._ordered.lease.check_held()
+
     def cleared(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``clear``: the files of dead saves are gone, or left to a later save; now there must be room."""
         cleared = {rank: decode(data, ClearRequest) for rank, data in messages.items()}

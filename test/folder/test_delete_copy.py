@@ -749,12 +749,12 @@ def test_nothing_is_copied_to_where_a_save_is_about_to_remove_it(
         age(claim)
     refused: list[str] = []
 
-    def remove(storage: Any, saves: list[str]) -> None:
+    def remove(storage: Any, saves: list[str], check: Any) -> None:
         assert save in saves
         with pytest.raises(CheckpointError, match="are being removed from") as caught:
             copy_checkpoint(source, folder)
         refused.append(str(caught.value))
-        remove_saves(storage, saves)
+        remove_saves(storage, saves, check)
 
     with monkeypatch.context() as patch:
         patch.setattr("paddle_dist_ckpt.saving.save.remove_saves", remove)

@@ -1079,3 +1079,42 @@ def test_files_that_a_live_copy_makes_stay_whoever_was_to_remove_them(tmp_path: 
 
     copy(LocalStorage(ours), FaultyStorage(theirs, hook), 5, False)
     check_holds(theirs, {5: 5, 9: 9})
+
+
+def test_a_save_whose_folder_goes_just_before_it_is_made_durable_says_so(tmp_path: Path) -> None:
+    """By who has taken it for dead."""
+    folder, sizes = tmp_path / "ckpt", list[str]()
+
+    def hook(operation: str, name: str) -> None:
+        sizes.extend([name] * (operation == "size"))
+        if operation == "sync" and sizes:
+            shutil.rmtree(folder)
+
+    (error,) = errors_of(try_save([state(1)], FaultyStorage(folder, hook), 1), CheckpointError)
+    assert f"{folder} is gone before it could be committed" in str(error)
+
+
+@pytest.mark.parametrize("work", ["save", "copy"])
+def test_who_is_taken_for_dead_removes_nothing_more_of_the_dead(tmp_path: Path, work: str) -> None:
+    """What it was about to remove may have been brought back by then."""
+    ours, theirs = tmp_path / "from", tmp_path / "to"
+    save_alone(state(1), ours, 1)
+    dead_save(theirs, 5, last="sync")
+    age_claims(theirs)
+    (file,), taken = theirs.glob("0_5.*"), list[str]()
+
+    def hook(operation: str, name: str) -> None:
+        for claim in theirs.glob("*.claim") if operation == "names" and not taken else ():
+            said = json.loads(claim.read_text())
+            if said["removes"] and "taken" not in said:  # it is certain what is to go
+                taken.append(claim.name)
+                claim.unlink()
+
+    storage = FaultyStorage(theirs, hook)
+    if work == "save":
+        errors_of(try_save([state(7)], storage, 7), CheckpointError)
+    else:
+        with pytest.raises(CheckpointError, match="is gone: another save took this one"):
+            copy(LocalStorage(ours), storage, 1, False)
+    assert taken
+    assert file.exists()
