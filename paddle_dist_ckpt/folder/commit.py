@@ -242,11 +242,16 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
         others, rivals = lease.others.rivals(unique_id)  # IMPORTANT: of two that end at once, one sees the other's mark
     over = {name: claim for name, claim in others.items() if claim.is_settled}
     theirs = {*lease.inherited, *(save for claim in over.values() for save in claim.mentioned)}
-    # IMPORTANT: this claim speaks of them before it is looked who makes them. Who copies one has a claim by then, or
-    # finds this one.
-    if new := theirs.difference(lease.inherited):
-        lease.take_on(*sorted(new))
-    theirs = theirs and theirs - lease.others.answered_for(over)
+    if new := theirs.difference([lease.replaces, *lease.inherited]):
+        try:
+            lease.take_on(*sorted(new))
+        except OSError as error:  # a full disk; what can be removed makes room
+            _logger.debug("what ended saves have left stays: %s", error)
+            theirs, over = theirs - new, {}
+    # IMPORTANT: only now it is looked who makes these saves. A copy that began before this claim named them has a claim
+    # that is seen here; one that begins later sees this claim, and stops.
+    if theirs:
+        theirs -= lease.others.answered_for(over)
     doubtful = {lease.replaces, *theirs} - {None}
     # IMPORTANT: looked at after the claims.
     if save_of(storage, unique_id) != save_id:

@@ -178,7 +178,7 @@ def _check_free(out: Storage, metadata: Metadata) -> None:
 
 def _check_unclaimed(lease: Lease, metadata: Metadata) -> None:
     """Refuse to make what somebody else is about to remove: a copy has the save's own id, and the same files."""
-    claim = lease.speaking_of(metadata.save_id)
+    claim = lease.others.speaking_of(metadata.save_id)
     if claim is not None:
         raise CheckpointError(
             f"files of this checkpoint are being removed from {lease.storage.location}, or put there, as {claim} says; "

@@ -50,6 +50,10 @@ class DeadClaims:
         self.gone: list[str] = []
         self.stuck: set[str] = set()
 
+    def keep(self, saves: Container[str]) -> None:
+        """Look at the claims of these saves only."""
+        self.found = {name: parsed for name, parsed in self.found.items() if parsed.save_id in saves}
+
     def read(self) -> None:
         """Read those that are still there, and may be read by this process: no more than one claim has room for."""
         room = MOST_CLAIM_BYTES // 2

@@ -132,7 +132,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
     lease = removal_lease(storage, unique_id, automatic=False)
     ours: list[str] = []  # what is to go, unless somebody has begun to remove it before
     try:
-        lease.others.check_none()
+        lease.others.check_nobody_saves()
         # IMPORTANT: what these say is known; a save that ends from here on may leave another one, to others than this.
         others = lease.others.of_id(unique_id)
         over = {name: claim for name, claim in others.items() if claim.is_settled and not claim.deletes}
@@ -142,8 +142,9 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         ours += sorted({save_id, *theirs} - needed - {*lease.doomed})
         if ours:
             lease.take_on(*ours)  # who finds the claim after a crash goes on with this
-        # IMPORTANT: looked at when this claim speaks of them. Who copies one has a claim by then, or finds this one.
-        needed |= lease.others.answered_for(over) - {save_id}
+        # IMPORTANT: only now it is looked who makes these saves. A copy that began before this claim named them has a
+        # claim that is seen here; one that begins later sees this claim, and stops.
+        needed_or_made = needed | lease.others.answered_for(over) - {save_id}
         lease.confirm()
         if lease.replaces != save_id:
             raise CheckpointError(
@@ -154,7 +155,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
             lease.withdraw(*ours)
         raise
-    saves = [save for save in (*lease.doomed, *lease.inherited) if save not in needed]
+    saves = [save for save in (*lease.doomed, *lease.inherited) if save not in needed_or_made]
     try:
         # IMPORTANT: `.metadata` is gone for good before any data file is, so that nobody finds a half of a checkpoint.
         storage.delete(metadata_name(unique_id))
@@ -240,7 +241,7 @@ def begin_clearing(storage: Storage, unique_id: int, of_checkpoint: bool) -> Del
     """
     lease = removal_lease(storage, unique_id, automatic=of_checkpoint)
     try:
-        lease.others.check_none()
+        lease.others.check_nobody_saves()
         if not of_checkpoint and any(name.endswith(".metadata") for name in storage.names()):
             raise CheckpointError(f"{storage.location} has a checkpoint by now")
         lease.confirm()

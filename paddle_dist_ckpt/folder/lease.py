@@ -14,7 +14,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -79,7 +79,6 @@ class Lease:
         self.replaces: str | None = None
         self.inherited: list[str] = []
         self.doomed: list[str] = []
-        self._set_out_before: list[str] = []  # to remove files of these, before the dead of now were taken over
         self.is_said = False
         self._claim = OwnClaim(storage, claim_name(unique_id, self.save_id))
         self.others = OtherClaims(storage, self._claim, unique_id, self.save_id)
@@ -151,8 +150,8 @@ class Lease:
         self._take_over.run(DeadClaims(self.storage, self._claim, given_up))
 
     def _set_out(self, doomed: Sequence[str]) -> None:
-        """Have the claim say what is taken over, and that files of these saves are to be removed, too."""
-        self.doomed = [*self._set_out_before, *doomed]
+        """Have the claim say what is taken over, and that files of these saves are to be removed."""
+        self.doomed = list(doomed)
         self._write()
 
     def _pass_on(self, taken: Sequence[Statement]) -> None:
@@ -191,7 +190,8 @@ class Lease:
     def _wait_for_deletion(self) -> None:
         # At least as long as the claim of one that has died may count.
         started, said, most = time.monotonic(), False, max(self._patience, EXPIRES_AFTER + 2 * FRESH_EVERY)
-        while alive := self._alive(self.others.deleters):
+        stopped: set[str] = set()
+        while alive := self._living_deleters(stopped):
             name, claim = next(iter(alive.items()))
             which, claimed = f"checkpoint {self.unique_id}", f"{self.storage.location}/{name}"
             text = f"{which} is being deleted, as {claimed} says"
@@ -207,29 +207,37 @@ class Lease:
                 )
             time.sleep(_LOOK_AGAIN)
 
-    def speaking_of(self, save: str) -> str | None:
-        """The claim of somebody else, who is not dead, and makes or removes files of this save, or is about to."""
-        return next(iter(self._alive(lambda: self.others.speaking_of(save))), None)
+    def _living_deleters(self, stopped: set[str]) -> dict[str, Claim]:
+        """The claims of those who may still remove the checkpoint under the id.
 
-    def _alive(self, find: Callable[[], dict[str, Claim]]) -> dict[str, Claim]:
-        """Those of these claims that count. The others are gone then, if that is possible."""
-        found = find()
-        dead = self.others.dead(found)
-        if not self.others.stuck.issuperset(dead):
-            # IMPORTANT: who was silent for long may go on at any moment. It does not if its claim is gone.
-            self._stop_dead()
-            found = find()
-            dead = self.others.dead(found)
-        return {name: claim for name, claim in found.items() if name not in dead}
+        Args:
+            stopped: The claims of dead ones that this has tried to remove, which are passed over if they are there yet.
+        """
+        deleters = self.others.deleters()
+        if not deleters:
+            return {}
+        dead = DeadClaims(self.storage, self._claim, ())
+        dead.keep({claim.save for claim in deleters.values()})
+        if not stopped.issuperset(dead.found):
+            stopped.update(dead.found)
+            self._stop_deletions(dead)
+            return self._living_deleters(stopped)
+        return {name: claim for name, claim in deleters.items() if name not in dead.found}
 
-    def _stop_dead(self) -> None:
-        """Take over who has died since the beginning; what they have left is left to a later save."""
-        before = self._set_out_before = self.doomed
-        self._take_over_dead(())
-        if new := [save for save in self.doomed if save not in before]:
-            self._leave(new)
-        self.doomed = before
-        self._write()
+    def _stop_deletions(self, dead: DeadClaims) -> None:
+        """Remove the claims of dead deletions. What they say is left to a later save, by a claim of its own.
+
+        IMPORTANT: one that was only silent may go on at any moment. It does not if its claim is gone.
+        """
+        try:
+            dead.read()
+            if dead.records:
+                left = self._leave([], dead.said(dead.records, ()))
+                dead.remove(dead.records)
+                if not dead.gone:
+                    self.storage.delete(left)
+        except (OSError, CheckpointError) as error:
+            _logger.debug("the claim of a dead deletion is left: %s", error)
 
     def mark_done(self, committed_as: int | None = None, passes_on: bool = False) -> None:
         """Say that the save is committed, under this id if not under the one that it has set out for; or that what it

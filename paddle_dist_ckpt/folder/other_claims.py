@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from ..errors import CheckpointError
 from ..storage.base import Storage
@@ -76,30 +76,27 @@ class OtherClaims:
                 found.update(claim.own if makes else [claim.save])
         return found
 
-    def speaking_of(self, save: str) -> dict[str, Claim]:
-        """The claims, by name, of those who make or remove files of this save, or are about to.
+    def speaking_of(self, save: str) -> str | None:
+        """The claim of somebody, not known to be dead, who makes or removes files of this save, or is about to.
 
         On a full disk it cannot be said what is deleted: deletions count that are of the id, or have an empty claim.
         """
-        found = {}
+        now = self._own.now()
         for name, (parsed, record) in records_of(self._storage).items():
             deletes = record.deletes and not record.done
             deletes &= parsed.unique_id == self._unique_id or record.is_empty
-            if parsed.save_id != self._save_id and (deletes or record.speaks_of(save)):
-                found[name] = record
-        return found
+            if parsed.save_id == self._save_id or not (deletes or record.speaks_of(save)):
+                continue
+            if not is_expired(self._storage, name, now):
+                return name
+        return None
 
     def deleters(self) -> dict[str, Claim]:
         """The claims, by name, of those who may still remove the `.metadata` under the id."""
         claims = self.of_id(self._unique_id).items()
         return {name: claim for name, claim in claims if claim.deletes and not claim.done}
 
-    def dead(self, names: Iterable[str]) -> set[str]:
-        """Those that are too old to count."""
-        now = self._own.now()
-        return {name for name in names if is_expired(self._storage, name, now)}
-
-    def check_none(self, everywhere: bool = True) -> None:
+    def check_nobody_saves(self, everywhere: bool = True) -> None:
         """See that nobody else is saving to the folder, or to the id in it.
 
         Raises:

@@ -84,7 +84,7 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
     name = metadata_name(metadata.unique_id)
     lease = removal_lease(storage, metadata.unique_id, automatic=False)
     try:
-        lease.others.check_none(everywhere=False)
+        lease.others.check_nobody_saves(everywhere=False)
         _check_there(storage, metadata, lease.doomed)
         replace = _is_damaged(storage, metadata.unique_id)
 
@@ -93,7 +93,7 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
             if metadata.save_id in _committed(storage):
                 raise CheckpointError(f"{storage.location}: save {metadata.save_id} has its .metadata again meanwhile")
             # IMPORTANT: in this order. Who had its claim until just now has removed by then what it has removed.
-            if (claim := lease.speaking_of(metadata.save_id)) is not None:
+            if (claim := lease.others.speaking_of(metadata.save_id)) is not None:
                 what = f"save {metadata.save_id} is being removed, put there or rebuilt"
                 raise CheckpointError(f"{storage.location}: {what}, as {claim} says; {EXPIRY}")
             _check_there(storage, metadata, [])

@@ -227,7 +227,7 @@ class _Saving:
 
         def remove() -> bytes:
             if self._context.session.rank in result.leaders:
-                remove_saves(storage, replaced, self._check_held)
+                remove_saves(storage, replaced)
             return b""
 
         try:

@@ -420,3 +420,21 @@ def test_the_files_of_a_copy_stay_that_begins_while_an_ended_save_is_cleaned_up_
     assert all("are being removed" in str(error) for error in errors)
     for unique_id in list_checkpoints(theirs):
         assert verify(theirs, unique_id).problems == ()
+
+
+def test_a_full_disk_keeps_no_files_of_what_was_replaced_when_an_ended_save_waits(tmp_path: Path) -> None:
+    """There is no room for what the new one's claim has to say of the ended one."""
+    save_alone(state(0), tmp_path, 0)
+    (save,) = saves_in(tmp_path)
+    claim = tmp_path / f"0.{save}.claim"
+    claim.write_text(json.dumps({"save": save, "replaces": None, "removes": ["e" * 16], "done": True}))
+    published: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if published and operation == "publish":
+            raise OSError(errno.ENOSPC, "No space left on device", name)
+        published.extend([name] * ((operation, name) == ("publish", "0.metadata")))
+
+    save_alone(state(1), FaultyStorage(tmp_path, hook), 0)
+    assert len(saves_in(tmp_path)) == 1
+    check_after_later_saves(tmp_path, {0: 1})

@@ -37,6 +37,7 @@ from paddle_dist_ckpt.folder.commit import remove_saves
 from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import begin_deletion, delete
 from paddle_dist_ckpt.folder.lease import Lease
+from paddle_dist_ckpt.folder.other_claims import OtherClaims
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
 from paddle_dist_ckpt.manager.retention import Retention
 from paddle_dist_ckpt.manager.steps import Steps, step_folder
@@ -822,18 +823,18 @@ def test_a_copy_is_not_committed_when_somebody_has_removed_it(
 ) -> None:
     source, folder, save = copied(tmp_path)
     delete_checkpoint(folder, 1)
-    speaking_of = Lease.speaking_of
+    speaking_of = OtherClaims.speaking_of
 
-    def look(lease: Lease, save: str) -> str | None:
+    def look(others: OtherClaims, save: str) -> str | None:
         remove_saves(LocalStorage(folder), [save])  # by somebody whose claim is gone now
-        return speaking_of(lease, save)
+        return speaking_of(others, save)
 
     def remove(operation: str, name: str) -> None:
         if operation == "publish" and name == "1.metadata":
             if when == "before the looks":
                 remove_saves(LocalStorage(folder), [save])
             else:
-                monkeypatch.setattr(Lease, "speaking_of", look)
+                monkeypatch.setattr(OtherClaims, "speaking_of", look)
 
     with pytest.raises(CheckpointCorruptedError, match="is missing"):
         copy_checkpoint(source, FaultyStorage(folder, remove))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -128,22 +129,61 @@ def test_a_deletion_is_waited_for_that_speaks_again_just_before_its_claim_goes(t
     check_holds(tmp_path, {0: 1})
 
 
-def test_what_a_deletion_was_to_remove_that_a_save_passes_over_is_not_forgotten(tmp_path: Path) -> None:
-    """It has taken over what a dead save has left, and is killed."""
+def test_a_deletion_is_waited_for_that_is_just_writing_its_claim_anew(tmp_path: Path) -> None:
+    """The claim is old, its temporary is not."""
+    save_alone(state(0), tmp_path, 0)
+    has_new_content = before_content(2)
+
+    def is_time(operation: str, name: str) -> bool:
+        return has_new_content(operation, name) and operation == "modified"  # its claim, just before that is replaced
+
+    deletion = _Deletion(tmp_path, is_time)
+    temporary = deletion.claim.with_name(f"{deletion.claim.name}.tmp")
+    seen: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if (operation, name) == ("publish", "0.metadata"):
+            age(deletion.claim)
+            os.utime(temporary)
+            seen.append("is published")
+        elif (operation, name) == ("modified", temporary.name) and seen == ["is published"]:
+            seen.append("is found alive")
+        elif operation == "names" and seen[-1:] == ["is found alive"]:
+            seen.append("is over")
+            deletion.end()
+
+    save_alone(state(1), FaultyStorage(tmp_path, hook), 0)
+    assert seen[-1] == "is over"
+    assert deletion.errors == []
+    check_after_later_saves(tmp_path, {0: 1})
+
+
+@pytest.mark.parametrize("fails", ["nothing", "publish", "names", "read"])
+def test_what_a_deletion_was_to_remove_that_a_save_passes_over_is_not_forgotten(tmp_path: Path, fails: str) -> None:
+    """It has taken over what a dead save has left, and is killed; and something fails once when it is passed over."""
     save_alone(state(0), tmp_path, 0)
     dead_save(tmp_path, 5, last="sync")
     age_claims(tmp_path)
     deletion = _Deletion(tmp_path, before_content(4))
     assert json.loads(deletion.claim.read_text())["removes"]
+    seen: list[str] = []
 
     def hook(operation: str, name: str) -> None:
         if (operation, name) == ("publish", "0.metadata"):
             age(deletion.claim)
+            seen.append("is published")
+        elif operation == "read" and name == deletion.claim.name and len(seen) == 1:  # among all claims
+            seen.append("is found")
+        elif operation == fails and len(seen) == 2:
+            seen.append("has failed")
+            raise OSError(errno.ENOSPC if fails == "publish" else errno.EIO, "injected", name)
 
-    save_alone(state(1), FaultyStorage(tmp_path, hook), 0)
-    assert not deletion.claim.exists()
+    (outcome,) = try_save([state(1)], FaultyStorage(tmp_path, hook), 0)
     deletion.end()
-    check_after_later_saves(tmp_path, {0: 1})
+    is_refused = isinstance(outcome, BaseException)
+    assert not is_refused or fails in ("names", "read"), outcome  # of which the first look may be what fails
+    assert ("has failed" in seen) == (fails != "nothing")
+    check_after_later_saves(tmp_path, {} if is_refused else {0: 1})  # the deletion goes on if nobody has stopped it
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
