@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from ..errors import CheckpointError
 from ..storage.base import Storage
@@ -14,6 +15,14 @@ __all__ = ["OtherClaims", "StuckClaimError"]
 
 class StuckClaimError(CheckpointError):
     """The claim of a dead save is in the way, and cannot be read or removed by this process."""
+
+
+class _Other(NamedTuple):
+    """A claim of another: the id that its save has now, or sets out for, the one in its name, and what it says."""
+
+    id_now: int
+    id_in_name: int
+    claim: Claim
 
 
 class OtherClaims:
@@ -37,15 +46,15 @@ class OtherClaims:
         self.stuck: set[str] = set()
         self.awaited: set[str] = set()
 
-    def all(self) -> dict[str, tuple[int, int, Claim]]:
-        """The id that each is of, the one in its name, and what it says."""
+    def all(self) -> dict[str, _Other]:
+        """All of them, by name."""
         found = {}
         records = records_of(self._storage)
         for name, (parsed, record) in records.items():
             rewritten = name.endswith(TEMPORARY) and name.removesuffix(TEMPORARY) in records
             if not (parsed.save_id == self._save_id or rewritten):
                 id_now = parsed.unique_id if record.committed_as is None else record.committed_as
-                found[name] = id_now, parsed.unique_id, record
+                found[name] = _Other(id_now, parsed.unique_id, record)
         return found
 
     def of_id(self, unique_id: int) -> dict[str, Claim]:
@@ -56,12 +65,12 @@ class OtherClaims:
         """The same, and whether a save may yet replace what is committed under the id, perhaps without knowing it."""
         beside = self.all()
         others = {
-            name: claim
-            for name, (id_now, _, claim) in beside.items()
-            if id_now == unique_id and claim.save not in self.ids
+            name: other.claim
+            for name, other in beside.items()
+            if other.id_now == unique_id and other.claim.save not in self.ids
         }
         may_replace = any(claim.may_replace for claim in others.values())
-        return others, may_replace or any(claim.has_taken_for(unique_id) for _, _, claim in beside.values())
+        return others, may_replace or any(other.claim.has_taken_for(unique_id) for other in beside.values())
 
     def answered_for(self, but: Collection[str] = ()) -> set[str]:
         """The saves whose files other claims, but for these, alone have removed: those that they make.
@@ -70,7 +79,8 @@ class OtherClaims:
         as well; it does that, or its claim stays. What others are to remove several may try to.
         """
         found: set[str] = set()
-        for name, (_, _, claim) in self.all().items():
+        for name, other in self.all().items():
+            claim = other.claim
             makes = claim.automatic and not (claim.done or claim.deletes)
             if name not in but and not claim.passes_on:
                 found.update(claim.own if makes else [claim.save])
@@ -103,14 +113,14 @@ class OtherClaims:
             CheckpointError: somebody is, or died less than a few minutes ago.
         """
         beside = self.all()
-        if awaited := [name for name, (_, _, claim) in beside.items() if claim.has_taken_for(self._unique_id)]:
+        if awaited := [name for name, other in beside.items() if other.claim.has_taken_for(self._unique_id)]:
             raise CheckpointError(
                 f"checkpoint {self._unique_id} in {self._storage.location} may yet be replaced by a save that was "
                 f"taken for dead, as {awaited[0]} says; {EXPIRY}"
             )
         others: list[str] = []
-        for name, (id_now, id_then, claim) in beside.items():
-            is_of_id = self._unique_id == id_now or (everywhere and self._unique_id == id_then)
+        for name, (id_now, id_in_name, claim) in beside.items():
+            is_of_id = self._unique_id == id_now or (everywhere and self._unique_id == id_in_name)
             if claim.save in self.ids or not (everywhere or is_of_id) or (claim.done and claim.passes_on):
                 continue
             if not self._is_harmless(name, claim if is_of_id else None):

@@ -91,11 +91,11 @@ class TakeOver:
             left: What was taken of saves whose temporary names could not be removed.
         """
         beside = self._others.all()
-        passed_on = [said for name, (_, _, claim) in beside.items() if name not in dead.records for said in claim.taken]
+        passed_on = [said for name, one in beside.items() if name not in dead.records for said in one.claim.taken]
 
         def is_awaited(save: str) -> bool:
             unique_id = committed[save]
-            of_id = [claim for id_now, _, claim in beside.values() if id_now == unique_id and claim.save != save]
+            of_id = [one.claim for one in beside.values() if one.id_now == unique_id and one.claim.save != save]
             return any(claim.may_replace for claim in of_id) or any(
                 said.may_replace_in(unique_id) for said in (*left, *passed_on)
             )

@@ -341,7 +341,7 @@ class Schedule:
                 is_alive = not (job.frozen or job.dead or job.ended)
                 if not (is_alive and job.claims):
                     job.silent += seconds
-                elif is_alive:
+                else:
                     for refresh in job.claims:
                         refresh()
         finally:
