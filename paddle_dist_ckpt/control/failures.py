@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Set
 import msgspec
 
 from .. import errors
-from ..core.text import encodable
+from ..core.text import encodable, ranks_text
 from . import wire
 from .wire import MAX_PROBLEMS, MAX_TEXT, ErrorRecord
 
@@ -42,7 +42,6 @@ LOST = "connection lost"
 _OF_A_PATH = frozenset({"CheckpointNotFoundError", "FileExistsError"})
 """The errors about what all ranks share if all of them raise the same, word by word: the path leads nowhere, or to a
 file."""
-_MOST_RANKS = 4  # next to each other that are named one by one
 SHARED_IN_LOCAL = frozenset({"UnsupportedValueError", "StateDictMismatchError", "ValueError", "TypeError"})
 """The errors of one rank's own work that are about what all ranks share."""
 SHARED_IN_COMBINE = frozenset(
@@ -164,19 +163,6 @@ def _describe(error: ErrorRecord) -> str:
     return error.message if error.type_name == "CheckpointError" else f"{error.type_name}: {error.message}"
 
 
-def _name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 2`` or ``ranks 2, 3, 8-63``, ascending."""
-    numbers = sorted(ranks)
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    named = [f"{run[0]}-{run[-1]}" if len(run) > _MOST_RANKS else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(named)}"
-
-
 def timeout_error(
     doing: str,
     missing: Iterable[int],
@@ -193,14 +179,14 @@ def timeout_error(
     silent, strange = [r for r in missing if r not in absent], [r for r in missing if r in absent]
     said, advice = [], "see whether they are alive and make the same calls in the same order, or raise options.timeout"
     if silent:
-        said.append(f"{_name_ranks(silent)} not heard of for {timeout:g} s")
+        said.append(f"{ranks_text(silent)} not heard of for {timeout:g} s")
     if strange:
         have = "has" if len(strange) == 1 else "have"
-        said.append(f"{_name_ranks(strange)} {have} never connected, not within {timeout:g} s")
+        said.append(f"{ranks_text(strange)} {have} never connected, not within {timeout:g} s")
         advice += "; who has never connected has not come to a first call, or does not reach the coordinator's port"
     text = f"{doing} timed out: {', '.join(said)}; {advice}"
     if refused := unproven & set(missing):
-        text += f" (who said to be {_name_ranks(refused)} had another control secret; all ranks must have the same one)"
+        text += f" (who said to be {ranks_text(refused)} had another control secret; all ranks must have the same one)"
     return ErrorRecord("CheckpointTimeoutError", text, missing_ranks=missing)
 
 
@@ -240,4 +226,4 @@ def _by_text(texts: Mapping[int, str]) -> str:
     ranks_by_text: dict[str, list[int]] = {}
     for rank in sorted(texts):
         ranks_by_text.setdefault(texts[rank], []).append(rank)
-    return "; ".join(f"on {_name_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+    return "; ".join(f"on {ranks_text(ranks)}: {text}" for text, ranks in ranks_by_text.items())

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["MOST_KEY", "MOST_VALUE", "encodable", "escaped", "key_text", "value_text", "visible"]
+__all__ = ["MOST_KEY", "MOST_VALUE", "encodable", "escaped", "key_text", "ranks_text", "value_text", "visible"]
 
 MOST_KEY = 512
 MOST_VALUE = 2000
@@ -14,6 +14,7 @@ _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format (such as marks of di
 _MOST_DEPTH = 50
 _MOST_BITS = 4096  # of an integer; Python refuses to write out 4,301 digits
 _MOST_ITEMS = 100  # of an array
+_MOST_RANKS = 4  # in a row that are named one by one
 
 
 def visible(text: str, most: int | None = MOST_KEY) -> str:
@@ -52,6 +53,19 @@ def value_text(value: object, most: int = MOST_VALUE) -> str:
             parts[-1] = parts[-1][:-1] + "…"
             break
     return visible("".join(parts), None)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 2`` or ``ranks 2, 3, 8-63``, ascending."""
+    numbers = sorted(ranks)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    named = [f"{run[0]}-{run[-1]}" if len(run) > _MOST_RANKS else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(named)}"
 
 
 def key_text(key: object) -> str:

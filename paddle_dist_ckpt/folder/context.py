@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..core.protocols import ControlSession, Transport
+from ..core.text import ranks_text
 from ..errors import CheckpointError
 from ..storage.base import Folder, FolderIdentity, Storage
 from ..tree.state_dict import Adapter
@@ -43,8 +44,7 @@ def check_folders(
     lines = [
         f"  on {host.partition('/')[0]}: "
         + "; ".join(
-            f"rank {', '.join(map(str, ranks))}: {locations[ranks[0]]}"
-            + (" (is not there)" if isinstance(folder, str) else "")
+            f"{ranks_text(ranks)}: {locations[ranks[0]]}" + (" (is not there)" if isinstance(folder, str) else "")
             for folder, ranks in of_host.items()
         )
         for host, of_host in seen.items()
@@ -82,15 +82,11 @@ def folders_text(folders: Mapping[int, FolderIdentity], locations: Mapping[int, 
     if len(seen) == 1:
         return ""
     parts = (
-        f"{_ranks(ranks)}: {'no' if folder is None else 'a'} folder {locations[ranks[0]]}"
+        f"{ranks_text(ranks)}: {'no' if folder is None else 'a'} folder {locations[ranks[0]]}"
         + ("" if folder is None else f" on {folder.host.partition('/')[0]}")
         for folder, ranks in seen.items()
     )
     return f"\nThe ranks do not see one folder: {'; '.join(parts)}. Is the path one of a shared filesystem?"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 @dataclass(frozen=True, slots=True)

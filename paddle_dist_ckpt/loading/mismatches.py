@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ..core.messages import counted
 from ..core.parts import IdleStatement
+from ..core.text import ranks_text
 from ..errors import StateDictMismatchError
 from ..files.metadata import Metadata
 from ..options import LoadOptions
@@ -25,6 +26,7 @@ __all__ = ["NOT_YET", "MismatchCheck", "some_of"]
 
 NOT_YET = "the object there, whose class has its own state_dict(), has no such entry"
 _MOST = 5  # statements, or keys of a key_map, in a warning
+_MOST_LINES = 100  # problems in an error's text
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class MismatchCheck:
         everyone = len(by_rank)
         said = {problem: with_hint(problem, idle) for problem in ranks}
         lines = [
-            said[problem] if len(having) == everyone else f"{said[problem]} (rank {', '.join(map(str, having))})"
+            said[problem] if len(having) == everyone else f"{said[problem]} ({ranks_text(having)})"
             for problem, having in ranks.items()
         ] + surplus
         advice = "; ".join(self._advice(list(ranks), lines, bool(surplus), bool(left), bool(idle)))
@@ -75,7 +77,9 @@ class MismatchCheck:
             f"checkpoint {self.metadata.unique_id} in {self.location} does not fit the state_dict, which was left as "
             f"it was; {counted(len(lines), 'problem')}:"
         )
-        raise StateDictMismatchError("\n".join([text, *lines, f"({advice})"]), lines)
+        more = len(lines) - _MOST_LINES
+        shown = lines[:_MOST_LINES] + [f"and {more} more, which are in the error's `problems`"] * (more > 0)
+        raise StateDictMismatchError("\n".join([text, *shown, f"({advice})"]), lines)
 
     def empty_texts(self) -> list[str]:
         """What is to be said of parts of the state_dict that ask for nothing, though something is stored there."""

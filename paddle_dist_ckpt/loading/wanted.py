@@ -10,6 +10,7 @@ import numpy as np
 from ..core.local_tensors import LocalTensors
 from ..core.parts import Arranger
 from ..core.tensors import Geometry
+from ..core.text import ranks_text
 from ..options import LoadOptions
 from ..tree.building import owner_of
 from ..tree.objects import ObjectKind
@@ -95,7 +96,7 @@ class WantedState:
             if rank in own and (same_size or choice == "by_rank"):
                 taken = own[rank]
             elif same_size and own.keys() <= set(ranks):
-                text = f"rank {rank} has saved no value of its own, only {_listed(own)} have"
+                text = f"rank {rank} has saved no value of its own, only {ranks_text(own)} have"
                 self.problems.append(Mismatch.at(parent, text))
             elif choice == "coordinator":
                 taken = own[min(own)]
@@ -105,7 +106,7 @@ class WantedState:
                 self.left.append(Mismatch.at(parent, f"left as it is, for no rank {rank} has saved its own"))
             else:
                 text = (
-                    f"every rank has saved its own, on {answer.saved_by} ranks ({_listed(own)}), and now there are "
+                    f"every rank has saved its own, on {answer.saved_by} ranks ({ranks_text(own)}), and now there are "
                     f"{len(ranks)}; LoadOptions(per_rank='by_rank') or 'coordinator' says which to take"
                 )
                 self.problems.append(Mismatch.at(parent, text))
@@ -174,9 +175,3 @@ def _present(value: Any, in_object: bool) -> str:
     if isinstance(value, dict):
         return "dict" if value else "nothing" if in_object else "empty"
     return "own" if isinstance(value, PerRank) else "other"
-
-
-def _listed(stored: dict[int, str]) -> str:
-    ranks = sorted(stored)
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

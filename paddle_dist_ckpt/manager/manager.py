@@ -209,15 +209,19 @@ class CheckpointManager:
         step = checked_step(step)
         if not self.should_save(step) and not force:
             return None
+        is_fresh, self._is_fresh = self._is_fresh, True
         if self.stopping:
             self._pass_over_failures()
-        note = {"step": step, "metrics": checked_metrics(metrics)}
-        options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
-        find, folder = paddles(self._ranks, state, check=self._check_same_root), step_folder(self._root, step)
-        after = functools.partial(self._retain, step)
-        is_fresh, self._is_fresh = self._is_fresh, True
         if is_fresh:
             self._remove_abandoned()
+        note, wrong = {"step": step, "metrics": {}}, None
+        try:
+            note["metrics"] = checked_metrics(metrics)
+        except TypeError as error:
+            wrong = error
+        options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
+        find = paddles(self._ranks, state, check=functools.partial(self._check_save, wrong))
+        folder, after = step_folder(self._root, step), functools.partial(self._retain, step)
         try:
             saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)
         except DurabilityUnknownError:  # it is there, and counts
@@ -226,6 +230,12 @@ class CheckpointManager:
         self._pending = saved if isinstance(saved, AsyncSave) else None
         self._has_saved(step)
         return saved
+
+    def _check_save(self, wrong: TypeError | None) -> None:
+        """Raises what is wrong with the arguments, where the other ranks hear of it, and looks for the root."""
+        if wrong is not None:
+            raise wrong
+        self._check_same_root()
 
     def _has_saved(self, step: int) -> None:
         self._is_fresh = False

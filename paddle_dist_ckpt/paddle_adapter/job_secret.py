@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from ..control.bootstrap import BootstrapStore
+from ..core.text import ranks_text
 from ..errors import CheckpointTimeoutError
 
 __all__ = ["SECRET_FILE", "agreed_secret"]
@@ -53,7 +54,7 @@ def agreed_secret(store: BootstrapStore, key: str, rank: int, ranks: Sequence[in
     if verdict[:1] == _SILENT:
         silent = [int(text) for text in verdict[1:].split(b",")]
         raise CheckpointTimeoutError(
-            f"ranks {silent} have not said within {timeout:g} s whether they have the job's control secret; is "
+            f"{ranks_text(silent)} did not say within {timeout:g} s whether the job's control secret is there; is "
             f"${SECRET_FILE} set on all ranks?",
             silent,
         )

@@ -16,6 +16,7 @@ from paddle.base.framework import _current_expected_place as _current_place
 from ..control.verified import ADVICE
 from ..core.cached import cached_property
 from ..core.memory import Bytes1D, address_of, copy_bytes
+from ..core.text import ranks_text
 from ..errors import CollectiveError
 from .device import at_device, host_tensor, is_gpu_build, name_of
 from .device_copies import DeviceCopies
@@ -134,7 +135,7 @@ class PaddleTransport:
         needed = ["broadcast", "scatter"] if scatters else ["broadcast"]
         lacking = {name: failing[name] for name in needed if name in failing}
         if lacking:
-            said = [f"a {name} on ranks {', '.join(map(str, ranks))}" for name, ranks in lacking.items()]
+            said = [f"a {name} on {ranks_text(ranks)}" for name, ranks in lacking.items()]
             text = f"what was tried failed, or delivered {_OTHER}: {'; '.join(said)}; {ADVICE}"
             blamed = {rank for ranks in lacking.values() for rank in ranks}
             raise CollectiveError(text, {rank: CollectiveError(text) for rank in sorted(blamed)})

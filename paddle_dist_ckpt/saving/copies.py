@@ -13,6 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from ..core.columns import IntArray, edges_of, places_within, unpack_column
+from ..core.text import ranks_text
 from ..core.threads import run_all
 from ..errors import CheckpointError
 from ..tree.paths import plain_key
@@ -190,12 +191,8 @@ def _described(groups: Sequence[Sequence[int]], writer: int) -> str:
     saved = f"rank {writer}'s is saved"
     if 2 * sizes[0] <= sum(sizes):
         most = "the most" if sizes[0] == sizes[1] else "more than half"
-        return f"{' and '.join(map(_ranks, ordered))} have different ones, none of them {most}; {saved}"
+        return f"{' and '.join(map(ranks_text, ordered))} have different ones, none of them {most}; {saved}"
     minority = sorted(rank for group in ordered[1:] for rank in group)
     differ = "differs" if len(minority) == 1 else "differ"
     more = ", of the minority" if writer in minority else ""
-    return f"{_ranks(minority)}, the minority, {differ} from {_ranks(ordered[0])}; {saved}{more}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"{ranks_text(minority)}, the minority, {differ} from {ranks_text(ordered[0])}; {saved}{more}"

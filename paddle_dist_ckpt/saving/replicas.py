@@ -12,6 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from ..core.shards import Kind
+from ..core.text import ranks_text
 from ..errors import UnsupportedValueError
 from ..tree.paths import plain_key
 from .global_state import GlobalState, in_charge
@@ -113,8 +114,9 @@ def replica_warnings(state: GlobalState, contents: Comparison, check: str, doubt
     if check == "off" and not doubtful:
         return []
     warnings = [
-        f"{plain_key(path)}: the plain tensors or values of {_ranks(ranks)} differ from the others'; the coordinator's "
-        f"is saved, or else that of the lowest rank that has one{_minority(contents.minority.get(path, ()))}"
+        f"{plain_key(path)}: the plain tensors or values of {ranks_text(ranks)} differ from the others'; the "
+        f"coordinator's is saved, or else that of the lowest rank that has one"
+        + _minority(contents.minority.get(path, ()))
         for path, ranks in sorted(contents.differing.items())
     ]
     if warnings and doubtful:
@@ -152,7 +154,8 @@ def _check_that_most_are_equal(state: GlobalState, contents: Comparison) -> None
     if len(unequal) <= len(equal) and _nbytes(state, unequal) <= _nbytes(state, equal):
         return
     lines = [
-        f"{plain_key(path)}: differs on {_ranks(contents.differing[path])}{_minority(contents.minority.get(path, ()))}"
+        f"{plain_key(path)}: differs on {ranks_text(contents.differing[path])}"
+        + _minority(contents.minority.get(path, ()))
         for path in (state.paths[t] for t in unequal)
     ]
     raise UnsupportedValueError(
@@ -194,8 +197,4 @@ def logged(warnings: Sequence[str]) -> str:
 
 
 def _minority(ranks: Sequence[int]) -> str:
-    return f" (the minority: {_ranks(list(ranks))})" if ranks else ""
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+    return f" (the minority: {ranks_text(ranks)})" if ranks else ""

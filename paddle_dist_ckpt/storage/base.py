@@ -91,7 +91,8 @@ class Storage(Protocol):
     :mod:`paddle_dist_ckpt.testing.storage_conformance` tests whether an implementation does all that is said here.
 
     It may also have an attribute ``is_part``, which is true if it stands for files of a folder that somebody has picked
-    by name: :meth:`names` has no others then.
+    by name: :meth:`names` has no others then. And an attribute ``has_folders``, which is true if :meth:`modified` takes
+    the path of a file in a folder of the folder, such as ``step_7/7.metadata``, for a name: errors then tell of these.
     """
 
     @property

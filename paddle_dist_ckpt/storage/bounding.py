@@ -136,6 +136,7 @@ class _BoundedStorage:
         self._buffers: queue.SimpleQueue[Bytes1D] = queue.SimpleQueue()  # of all files together
         self.location = inner.location
         self.is_part: bool = getattr(inner, "is_part", False)
+        self.has_folders: bool = getattr(inner, "has_folders", False)
 
     def _run(
         self, doing: str, name: str, work: Callable[[], T], late: Callable[[Any], None] = lambda result: None
@@ -201,10 +202,10 @@ class _BoundedStorage:
 
         # IMPORTANT: what was given up must not come after this and undo it.
         for earlier in list(self._unfinished):
-            if earlier.doing.startswith(f"publishing {self.location}/"):
+            if earlier.location == self.location:
                 self._helpers.wait_for(earlier)
                 self._unfinished.remove(earlier)
-        operation = StorageCall(f"publishing {path}", work, late, patient=True)
+        operation = StorageCall(f"publishing {path}", work, late, patient=True, location=self.location)
         try:
             published: bool = self._helpers.run(operation)
             return published

@@ -23,6 +23,7 @@ class StorageCall:
     Attributes:
         doing: What it does and to what, for messages: ``fsync of /folder/file``.
         patient: Whether it is waited for in full even if another operation is given up meanwhile.
+        location: The folder that it publishes in, if it does.
         ended: Set when it has returned.
         asking: Whether it waits for somebody else just now, who has a bound of his own.
     """
@@ -33,8 +34,9 @@ class StorageCall:
         work: Callable[[StorageCall], Any],
         late: Callable[[Any], None] = lambda result: None,
         patient: bool = False,
+        location: str = "",
     ) -> None:
-        self.doing, self.patient = doing, patient
+        self.doing, self.patient, self.location = doing, patient, location
         self.ended = threading.Event()
         self.asking = False
         self._work, self._late = work, late

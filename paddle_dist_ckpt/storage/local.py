@@ -82,6 +82,8 @@ class LocalStorage:
         ValueError: the path is empty, or a URL rather than a path.
     """
 
+    has_folders = True
+
     def __init__(self, path: str | os.PathLike[str], *, follow_links: bool = False) -> None:
         self._root = Path(local_path(path))
         self._location = str(self._root)

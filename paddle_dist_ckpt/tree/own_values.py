@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..core.text import ranks_text
 from .paths import ListIndex, Part, TupleIndex, parse_path, plain_key
 from .state_dict import PerRank
 
@@ -56,8 +57,7 @@ def _of_ranks(value: Any, key: str, ranks: Sequence[int], choice: str) -> Any:
         return OfRanks(dict.fromkeys(ranks, value[min(value)]))
     if choice == "refuse" and not value.keys() <= set(ranks):
         raise ValueError(
-            f"{key}: whole has values that ranks {', '.join(map(str, sorted(value)))} had as their own, and now there "
-            f"are the ranks {', '.join(map(str, ranks))}; LoadOptions(per_rank='by_rank') or 'coordinator' says which "
-            "to take"
+            f"{key}: whole has values that {ranks_text(value)} had as their own, and now there are {len(ranks)} "
+            f"({ranks_text(ranks)}); LoadOptions(per_rank='by_rank') or 'coordinator' says which to take"
         )
     return OfRanks({rank: one for rank, one in value.items() if rank in ranks})

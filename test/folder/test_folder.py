@@ -15,6 +15,7 @@ import pytest
 from paddle_dist_ckpt import delete_checkpoint, list_checkpoints, rebuild_metadata
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, RankFailureError
 from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
+from paddle_dist_ckpt.folder.nothing import listed_ids
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import (
@@ -421,6 +422,22 @@ def test_the_path_is_a_file(tmp_path: Path) -> None:
     errors_of(try_save([state(1)] * 2, path), FileExistsError)
     errors_of(try_load([state(1)] * 2, path), CheckpointNotFoundError)
     assert path.read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("unique_id", [None, 7])
+def test_only_a_storage_that_has_folders_is_asked_for_what_is_below(tmp_path: Path, unique_id: int | None) -> None:
+    save_alone(state(1), tmp_path / "step-00000007", 7)
+    save_alone(state(1), tmp_path / "checkpoint-9" / "model_state")
+
+    def hook(operation: str, name: str) -> None:
+        assert "/" not in name, (operation, name)
+
+    storage = FaultyStorage(tmp_path, hook)
+    assert listed_ids(storage) == []
+    with pytest.raises(CheckpointNotFoundError, match="holds no committed checkpoint"):
+        read_checkpoint(storage, unique_id)
+    with pytest.raises(CheckpointNotFoundError, match="it is a CheckpointManager's folder with step 7"):
+        read_checkpoint(LocalStorage(tmp_path), unique_id)
 
 
 @pytest.mark.parametrize("unique_id", [None, 0])

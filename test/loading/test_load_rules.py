@@ -154,6 +154,20 @@ def test_a_target_of_another_kind_is_a_mismatch(tmp_path: Path, stored: Any, wan
     assert error.value.problems
 
 
+@pytest.mark.parametrize(("count", "counted"), [(100, None), (101, 1), (1500, 1400)])
+def test_a_message_shows_a_hundred_problems_and_counts_the_rest(
+    tmp_path: Path, count: int, counted: int | None
+) -> None:
+    save_alone({"there": np.ones(3)}, tmp_path)
+    with pytest.raises(StateDictMismatchError, match=f"; {count} problems:") as error:
+        load_alone({f"gone.{i}": np.zeros(3) for i in range(count)}, tmp_path)
+    _, *shown, advice = str(error.value).splitlines()
+    rest = [] if counted is None else [f"and {counted} more, which are in the error's `problems`"]
+    assert shown == [*error.value.problems[:100], *rest]
+    assert len(error.value.problems) == count
+    assert "strict=False" in advice
+
+
 @pytest.mark.parametrize(
     ("stored", "wanted"),
     [

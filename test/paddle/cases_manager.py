@@ -142,6 +142,20 @@ def bad_arguments_on_one_rank(root: str, ranks: int) -> Outcome:
     return outcome_of(lambda: manager(root, ranks, keep_last=0 if dist.get_rank() else 1))
 
 
+def bad_metrics_on_one_rank(root: str, ranks: int) -> tuple[list[Outcome], list[int]]:
+    """One rank passes what is no number with a first save, and with a later one."""
+    refused = []
+    with manager(root, ranks, async_save=False) as steps:
+        for step, bad in ((0, True), (0, False), (1, False), (2, True), (3, False)):
+            metrics: Any = {"loss": np.ones(2)} if bad and dist.get_rank() == 1 else {"loss": 1.0}
+            outcome = outcome_of(lambda at=step, passed=metrics: steps.save(at, state(ranks, at), passed))
+            if bad:
+                refused.append(outcome)
+            else:
+                assert outcome.error is None, outcome
+        return refused, steps.all_steps()
+
+
 def unreadable_step(root: str, ranks: int) -> list[Outcome]:
     """Look for the latest step while the coordinator's disk does not give one, and then again."""
     with manager(root, ranks, async_save=False) as steps:

@@ -928,6 +928,15 @@ def test_managers_that_differ_are_refused_on_every_rank(pool: RankPool, tmp_path
         assert "keep_last must be None or at least 1" in outcome.message
 
 
+def test_bad_metrics_of_one_rank_are_an_error_on_every_rank_and_the_next_save_is_made(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    for refused, steps in pool.run(cases.bad_metrics_on_one_rank, str(tmp_path), 3, ranks=3):
+        for outcome in refused:
+            assert "metrics must be names and numbers" in outcome.message
+        assert steps == [0, 1, 3]
+
+
 def test_a_latest_step_that_cannot_be_read_is_an_error_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
     for failed in pool.run(cases.unreadable_step, str(tmp_path), 2, ranks=2):
         for outcome in failed:

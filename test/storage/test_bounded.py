@@ -222,6 +222,31 @@ def test_a_publication_that_is_given_up_before_its_last_step_does_not_happen(tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("folder", ["best", "."])
+def test_only_a_publication_in_the_same_folder_is_waited_for(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "best").mkdir()
+    unfinished, stall = list[StorageCall](), Stall("publish")
+
+    def publish(storage: Storage) -> bool:
+        return storage.publish("a", b"x", "a.tmp", replace=True, confirm=lambda: None)
+
+    with (
+        bounded(lambda: LocalStorage(tmp_path / folder), tmp_path, BOUND, 0, unfinished) as storage,
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        patched.setattr(local, "rename", lambda source, target: stall("publish", "a"))
+        with pytest.raises(CheckpointTimeoutError):
+            publish(storage)
+    with bounded(lambda: LocalStorage(tmp_path), tmp_path, BOUND, 0, unfinished) as storage:
+        if folder == ".":
+            with pytest.raises(CheckpointTimeoutError):
+                publish(storage)
+        else:
+            assert publish(storage)
+    stall.release()
+    helpers_end()
+
+
 def test_a_confirmation_has_a_bound_of_its_own(tmp_path: Path) -> None:
     """What it asks for may take as long as any operation; the publication does not hang meanwhile."""
     bound = 2 * BOUND
