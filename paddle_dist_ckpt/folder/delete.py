@@ -132,7 +132,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
     lease = removal_lease(storage, unique_id, automatic=False)
     ours: list[str] = []  # what is to go, unless somebody has begun to remove it before
     try:
-        lease.others.check_nobody_saves()
+        lease.check_nobody_saves()
         # IMPORTANT: what these say is known; a save that ends from here on may leave another one, to others than this.
         others = lease.others.of_id(unique_id)
         over = {name: claim for name, claim in others.items() if claim.is_settled and not claim.deletes}
@@ -241,7 +241,7 @@ def begin_clearing(storage: Storage, unique_id: int, of_checkpoint: bool) -> Del
     """
     lease = removal_lease(storage, unique_id, automatic=of_checkpoint)
     try:
-        lease.others.check_nobody_saves()
+        lease.check_nobody_saves()
         if not of_checkpoint and any(name.endswith(".metadata") for name in storage.names()):
             raise CheckpointError(f"{storage.location} has a checkpoint by now")
         lease.confirm()

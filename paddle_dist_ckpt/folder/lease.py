@@ -27,7 +27,7 @@ from .dead_claims import DeadClaims
 from .ids import known_save_of
 from .other_claims import OtherClaims
 from .own_claim import OwnClaim
-from .take_over import TakeOver
+from .take_over import take_over
 
 __all__ = ["Lease"]
 
@@ -82,7 +82,8 @@ class Lease:
         self.is_said = False
         self._claim = OwnClaim(storage, claim_name(unique_id, self.save_id))
         self.others = OtherClaims(storage, self._claim, unique_id, self.save_id)
-        self._take_over = TakeOver(storage, self.others, self.temporary, self._set_out, self._pass_on)
+        self._taken: list[Statement] = []  # what dead saves' claims have said, until it is certain what follows
+        self._stuck, self._awaited = set[str](), set[str]()  # claims that are left: see OtherClaims.check_nobody_saves
         self._look()
         try:
             self._write()
@@ -131,7 +132,7 @@ class Lease:
             done=self._is_done,
             committed_as=self._committed_as,
             passes_on=self._passes_on,
-            taken=self._take_over.taken,
+            taken=self._taken,
         )
         self.is_said = False
         try:
@@ -147,14 +148,20 @@ class Lease:
 
     def _take_over_dead(self, given_up: Collection[str]) -> None:
         """Make the removal of dead saves' files this save's business."""
-        self._take_over.run(DeadClaims(self.storage, self._claim, given_up))
+        dead = DeadClaims(self.storage, self._claim, given_up)
+        self._awaited = take_over(self, dead)
+        self._stuck = dead.stuck
 
-    def _set_out(self, doomed: Sequence[str]) -> None:
+    def say(self, taken: Sequence[Statement], doomed: Sequence[str]) -> None:
         """Have the claim say what is taken over, and that files of these saves are to be removed."""
-        self.doomed = list(doomed)
+        self._taken, self.doomed = list(taken), list(doomed)
         self._write()
 
-    def _pass_on(self, taken: Sequence[Statement]) -> None:
+    def check_nobody_saves(self, everywhere: bool = True) -> None:
+        """See that nobody else is saving to the folder, or to the id in it; see :class:`.other_claims.OtherClaims`."""
+        self.others.check_nobody_saves(self._stuck, self._awaited, everywhere)
+
+    def pass_on(self, taken: Sequence[Statement]) -> None:
         """Leave statements to a later save. A full disk may have no room for them, which must not stop a deletion."""
         try:
             self._leave([], taken)
@@ -291,7 +298,7 @@ class Lease:
         """End when nothing of these saves is to be removed; what is left of dead saves is left to a later save."""
         self.stop()
         self.doomed = [save for save in self.doomed if save not in saves]
-        if self.doomed or self._take_over.taken:
+        if self.doomed or self._taken:
             self._hold_nobody_up()
             return
         try:

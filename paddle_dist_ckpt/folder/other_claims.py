@@ -36,15 +36,11 @@ class OtherClaims:
 
     Attributes:
         ids: The saves of the claims that this process has made.
-        stuck: The claims of dead saves that it could not read or remove.
-        awaited: Those of dead committed saves that others may yet replace, which it leaves for that.
     """
 
     def __init__(self, storage: Storage, own: OwnClaim, unique_id: int, save_id: str) -> None:
         self._storage, self._own, self._unique_id, self._save_id = storage, own, unique_id, save_id
         self.ids = {save_id}
-        self.stuck: set[str] = set()
-        self.awaited: set[str] = set()
 
     def all(self) -> dict[str, _Other]:
         """All of them, by name."""
@@ -106,39 +102,37 @@ class OtherClaims:
         claims = self.of_id(self._unique_id).items()
         return {name: claim for name, claim in claims if claim.deletes and not claim.done}
 
-    def check_nobody_saves(self, everywhere: bool = True) -> None:
+    def check_nobody_saves(self, stuck: Collection[str], awaited: Collection[str], everywhere: bool) -> None:
         """See that nobody else is saving to the folder, or to the id in it.
+
+        Args:
+            stuck: The claims of dead saves that this process could not read or remove.
+            awaited: Those of dead committed saves that others may yet replace, which it leaves for that.
+            everywhere: Whether nobody must be saving to any id.
 
         Raises:
             CheckpointError: somebody is, or died less than a few minutes ago.
         """
         beside = self.all()
-        if awaited := [name for name, other in beside.items() if other.claim.has_taken_for(self._unique_id)]:
+        if replacing := [name for name, other in beside.items() if other.claim.has_taken_for(self._unique_id)]:
             raise CheckpointError(
                 f"checkpoint {self._unique_id} in {self._storage.location} may yet be replaced by a save that was "
-                f"taken for dead, as {awaited[0]} says; {EXPIRY}"
+                f"taken for dead, as {replacing[0]} says; {EXPIRY}"
             )
         others: list[str] = []
         for name, (id_now, id_in_name, claim) in beside.items():
             is_of_id = self._unique_id == id_now or (everywhere and self._unique_id == id_in_name)
             if claim.save in self.ids or not (everywhere or is_of_id) or (claim.done and claim.passes_on):
                 continue
-            if not self._is_harmless(name, claim if is_of_id else None):
+            is_left = name in stuck or name in awaited
+            # A save taken for dead that nothing stops, as its claim could not be removed, may still commit.
+            if not (claim.done or (name in stuck and claim.automatic) if is_of_id else is_left):
                 others.append(name)
-        stuck = [name for name in others if name in self.stuck]
-        if stuck and self.stuck.union(self.awaited).issuperset(others):
+        hindering = [name for name in others if name in stuck]
+        if hindering and {*stuck, *awaited}.issuperset(others):
             raise StuckClaimError(
-                f"{self._storage.location} has the claim of a dead save, {stuck[0]}, which cannot be read or removed "
-                "here: if nobody is at work there, remove that file"
+                f"{self._storage.location} has the claim of a dead save, {hindering[0]}, which cannot be read or "
+                "removed here: if nobody is at work there, remove that file"
             )
         if others:
             raise CheckpointError(f"{self._storage.location} is being saved to, as {others[0]} says; {EXPIRY}")
-
-    def _is_harmless(self, name: str, of_id: Claim | None) -> bool:
-        """Whether another claim, perhaps one of this id, lets nobody replace what has the id now.
-
-        A save that is taken for dead, and that nothing stops, as its claim could not be removed, may still commit.
-        """
-        if of_id is None:
-            return name in self.stuck or name in self.awaited
-        return of_id.done or (name in self.stuck and of_id.automatic)

@@ -84,7 +84,7 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
     name = metadata_name(metadata.unique_id)
     lease = removal_lease(storage, metadata.unique_id, automatic=False)
     try:
-        lease.others.check_nobody_saves(everywhere=False)
+        lease.check_nobody_saves(everywhere=False)
         _check_there(storage, metadata, lease.doomed)
         replace = _is_damaged(storage, metadata.unique_id)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 
@@ -16,117 +17,124 @@ from .dead_claims import DeadClaims
 from .ids import committed_saves
 from .other_claims import OtherClaims
 
-__all__ = ["TakeOver"]
+__all__ = ["take_over"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
 
-class TakeOver:
-    """How a lease takes over what the claims of dead saves speak of.
+class Heir(Protocol):
+    """Who takes over what the claims of dead saves say: a lease."""
+
+    @property
+    def storage(self) -> Storage:
+        """The folder."""
+        ...
+
+    @property
+    def others(self) -> OtherClaims:
+        """The claims beside its own."""
+        ...
+
+    @property
+    def temporary(self) -> str:
+        """The temporary name of its `.metadata`."""
+        ...
+
+    def say(self, taken: Sequence[Statement], doomed: Sequence[str]) -> None:
+        """Have its claim say what dead saves' claims have said, and which saves' files are to be removed."""
+        ...
+
+    def pass_on(self, taken: Sequence[Statement]) -> None:
+        """Leave statements to a later save, by a claim of its own."""
+        ...
+
+
+def take_over(heir: Heir, dead: DeadClaims) -> set[str]:
+    """Make the removal of dead saves' files the business of a lease.
+
+    IMPORTANT: the dead saves' claims go before any of their files do, and the lease's says what they said before they
+    go. A save that was only frozen then finds its claim gone, and does not commit; or its temporary name, if it was
+    frozen just before its last step. So that goes next, and only then it is certain which are committed.
+
+    Returns:
+        The names of the claims of committed saves that are left, as others may yet replace these.
+    """
+    committed: dict[str, int] = {}
+    awaited: set[str] = set()
+    if not dead.found:
+        return awaited
+    try:
+        committed = committed_saves(heir.storage)
+        dead.read()
+        taken = dead.said(dead.records, committed)
+        heir.say(taken, [])
+        # Those of committed saves last: it is known by then which others cannot be stopped, and may replace them.
+        dead.remove(name for name, record in dead.records.items() if record.save not in committed)
+        left = dead.remove_temporaries({said.save for said in dead.said(dead.gone, committed)})
+        replaced = _replaced_yet(heir.others, dead, committed, [said for said in taken if said.save in left])
+        awaited = {name for name, record in dead.records.items() if record.save in replaced}
+        dead.leave(replaced)
+        dead.remove(name for name, record in dead.records.items() if record.save in committed)
+        taken = dead.said(dead.gone, committed)
+        left |= dead.remove_temporaries({said.save for said in taken})
+        _leave(heir, [said for said in taken if said.save in left], committed)
+        _settle(heir, [said for said in taken if said.save not in left])
+    except CheckpointError as error:
+        _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
+        _leave(heir, [said for said in dead.said(dead.gone, committed) if said.is_of_use], committed)
+        with suppress(OSError, CheckpointError):  # it says what it has said then
+            heir.say([], [])
+    return awaited
+
+
+def _replaced_yet(
+    others: OtherClaims, dead: DeadClaims, committed: Mapping[str, int], left: Sequence[Statement]
+) -> set[str]:
+    """The committed saves that others, which live or cannot be stopped, may yet replace without knowing it.
 
     Args:
-        storage: The folder.
-        others: The claims beside the lease's; gets to know which of them are in the way.
-        temporary: The temporary name of the lease's `.metadata`.
-        say: Has the lease's claim say what is taken, and that files of these saves are to be removed.
-        pass_on: Leaves these statements to a later save, by a claim of its own.
-
-    Attributes:
-        taken: What dead saves' claims have said, until it is certain what follows.
+        others: The claims beside the lease's.
+        dead: The claims of dead saves, of which those of such that are not committed are removed by now.
+        committed: All committed saves, with their ids.
+        left: What was taken of saves whose temporary names could not be removed.
     """
+    beside = others.all()
+    passed_on = [said for name, one in beside.items() if name not in dead.records for said in one.claim.taken]
 
-    def __init__(
-        self,
-        storage: Storage,
-        others: OtherClaims,
-        temporary: str,
-        say: Callable[[Sequence[str]], None],
-        pass_on: Callable[[Sequence[Statement]], None],
-    ) -> None:
-        self._storage, self._others, self._temporary = storage, others, temporary
-        self._say, self._pass_on = say, pass_on
-        self.taken: list[Statement] = []
-
-    def run(self, dead: DeadClaims) -> None:
-        """Make the removal of dead saves' files the lease's business.
-
-        IMPORTANT: the dead saves' claims go before any of their files do, and the lease's says what they said before
-        they go. A save that was only frozen then finds its claim gone, and does not commit; or its temporary name, if
-        it was frozen just before its last step. So that goes next, and only then it is certain which are committed.
-        """
-        self._others.stuck = dead.stuck
-        if not dead.found:
-            return
-        committed: dict[str, int] = {}
-        try:
-            committed = committed_saves(self._storage)
-            dead.read()
-            self.taken = dead.said(dead.records, committed)
-            self._say([])
-            # Those of committed saves last: it is known by then which others cannot be stopped, and may replace them.
-            dead.remove(name for name, record in dead.records.items() if record.save not in committed)
-            left = dead.remove_temporaries({said.save for said in dead.said(dead.gone, committed)})
-            awaited = self._awaited(dead, committed, [said for said in self.taken if said.save in left])
-            self._others.awaited = {name for name, record in dead.records.items() if record.save in awaited}
-            dead.leave(awaited)
-            dead.remove(name for name, record in dead.records.items() if record.save in committed)
-            self.taken = dead.said(dead.gone, committed)
-            left |= dead.remove_temporaries({said.save for said in self.taken})
-            self._leave([said for said in self.taken if said.save in left], committed)
-            self.taken = [said for said in self.taken if said.save not in left]
-            self._settle()
-        except CheckpointError as error:
-            _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
-            self._leave([said for said in dead.said(dead.gone, committed) if said.is_of_use], committed)
-            self.taken = []
-            with suppress(OSError, CheckpointError):  # it says what it has said then
-                self._say([])
-
-    def _awaited(self, dead: DeadClaims, committed: Mapping[str, int], left: Sequence[Statement]) -> set[str]:
-        """The committed saves that others, which live or cannot be stopped, may yet replace without knowing it.
-
-        Args:
-            dead: The claims of dead saves, of which those of such that are not committed are removed by now.
-            committed: All committed saves, with their ids.
-            left: What was taken of saves whose temporary names could not be removed.
-        """
-        beside = self._others.all()
-        passed_on = [said for name, one in beside.items() if name not in dead.records for said in one.claim.taken]
-
-        def is_awaited(save: str) -> bool:
-            unique_id = committed[save]
-            of_id = [one.claim for one in beside.values() if one.id_now == unique_id and one.claim.save != save]
-            return any(claim.may_replace for claim in of_id) or any(
-                said.may_replace_in(unique_id) for said in (*left, *passed_on)
-            )
-
-        return set(filter(is_awaited, {record.save for record in dead.records.values() if record.save in committed}))
-
-    def _settle(self) -> None:
-        """Find out which files nobody needs any more, of those that dead saves' claims have spoken of."""
-        # IMPORTANT: what another claim answers for is that one's, and it may be of somebody who lives. Looked at before
-        # it is looked at what is committed: who has committed something ends its claim after that.
-        kept = self._others.answered_for()
-        committed = committed_saves(self._storage)
-        late = [said for said in self.taken if not self._put_aside(said, committed)]
-        found = dict.fromkeys(save for said in self.taken for save in saves_of_claim(said, committed))
-        self._leave(
-            [msgspec.structs.replace(said, replaces=None, removes=[], passes_on=True) for said in late], committed
+    def is_replaced_yet(save: str) -> bool:
+        unique_id = committed[save]
+        of_id = [one.claim for one in beside.values() if one.id_now == unique_id and one.claim.save != save]
+        return any(claim.may_replace for claim in of_id) or any(
+            said.may_replace_in(unique_id) for said in (*left, *passed_on)
         )
-        self.taken = []
-        self._say([save for save in found if not (save in committed or save in kept)])
 
-    def _put_aside(self, said: Statement, committed: Collection[str]) -> bool:
-        """Do what a dead save has not done for a checkpoint of Paddle's; returns whether that could be done."""
-        if said.of_paddle is not None and said.save in committed:
-            try:
-                put_aside(self._storage, said.of_paddle, self._temporary)
-            except (OSError, CheckpointError) as error:
-                _logger.warning("%s: a checkpoint of Paddle's is not put aside yet: %s", self._storage.location, error)
-                return False
-        return True
+    return set(filter(is_replaced_yet, {record.save for record in dead.records.values() if record.save in committed}))
 
-    def _leave(self, taken: Sequence[Statement], committed: Collection[str]) -> None:
-        """Leave what is not certain to a later save: the lease's claim speaks of its save, too."""
-        if taken:
-            self._pass_on([said.without(committed) for said in taken])
+
+def _settle(heir: Heir, taken: Sequence[Statement]) -> None:
+    """Find out which files nobody needs any more, of those that dead saves' claims have spoken of."""
+    # IMPORTANT: what another claim answers for is that one's, and it may be of somebody who lives. Looked at before it
+    # is looked at what is committed: who has committed something ends its claim after that.
+    kept = heir.others.answered_for()
+    committed = committed_saves(heir.storage)
+    late = [said for said in taken if not _put_aside(heir, said, committed)]
+    found = dict.fromkeys(save for said in taken for save in saves_of_claim(said, committed))
+    _leave(heir, [msgspec.structs.replace(said, replaces=None, removes=[], passes_on=True) for said in late], committed)
+    heir.say([], [save for save in found if not (save in committed or save in kept)])
+
+
+def _put_aside(heir: Heir, said: Statement, committed: Collection[str]) -> bool:
+    """Do what a dead save has not done for a checkpoint of Paddle's; returns whether that could be done."""
+    if said.of_paddle is not None and said.save in committed:
+        try:
+            put_aside(heir.storage, said.of_paddle, heir.temporary)
+        except (OSError, CheckpointError) as error:
+            _logger.warning("%s: a checkpoint of Paddle's is not put aside yet: %s", heir.storage.location, error)
+            return False
+    return True
+
+
+def _leave(heir: Heir, taken: Sequence[Statement], committed: Collection[str]) -> None:
+    """Leave what is not certain to a later save: the lease's claim speaks of its save, too."""
+    if taken:
+        heir.pass_on([said.without(committed) for said in taken])
