@@ -89,6 +89,7 @@ class Answering:
         self._asked_tensors: set[int] = set()  # by place, of what ranks were given, or leave as it is, if it is stored
         self._asked_values: set[str] = set()
         self.without_tensors: set[str] = set()
+        self._frozen: dict[str, list[tuple[str, str]]] = {}  # see WantedPaths, by the path of the stored parameter
 
     @cached_property
     def _path_of_key(self) -> Any:
@@ -126,7 +127,20 @@ class Answering:
             self._answer_source(key, found)
         self._asked_tensors |= found.tensors
         self._asked_tensors.update(place for place in match.places(wanted.kept) if place is not None)
+        for optimizer, parameter in wanted.frozen:
+            place = places.get(parameter)
+            if place is not None:
+                self._frozen.setdefault(paths[place], []).append((optimizer, parameter))
         return self._assemble(found)
+
+    def thawed(self) -> list[tuple[str, str]]:
+        """Those of the ranks' frozen parameters, each with its optimizer, for which something is stored there."""
+        found: dict[tuple[str, str], None] = {}
+        for path, variable in self.names.variables.items() if self._frozen else ():
+            for pair in (pair for parameter in variable.parameters for pair in self._frozen.get(parameter, ())):
+                if path.startswith(f"{pair[0]}/"):
+                    found[pair] = None
+        return list(found)
 
     def _names_of(self, wanted: WantedPaths) -> Names:
         """What the tensors of a rank are called; those of many ranks are called the same, and parsed once."""

@@ -1,6 +1,7 @@
 """A load, as each of its ranks runs it.
 
     request   every rank says what it wants; the coordinator reads `.metadata` and tells each what there is of it
+              (a second time if optimizers have made entries for frozen parameters, since such are stored)
     decide    every rank plans and opens the files that it needs; what does not fit is raised on all, nothing touched
     exchange  if not everyone can read for itself: who reads what for whom
     open      ... and whether the readers have their files
@@ -87,7 +88,9 @@ def load(
         scan: Finds the leaves that are asked for; None for all of the state_dict.
         read: See :class:`LeavesLoad`.
     """
-    scan = scan or functools.cache(lambda: flatten(state_dict, context.adapter))
+    fresh = functools.cache(lambda: flatten(state_dict, context.adapter)) if scan is None else None
+    scan = scan or fresh
+    assert scan is not None
 
     def restore(values: Mapping[str, Any], missing: Container[str]) -> None:
         for opened, state in assign_all(state_dict, scan(), values):
@@ -111,7 +114,17 @@ def load(
             raise CheckpointError(f"master weights that are not stored could not be set: {error}") from error
         return {path for path, token in tokens.items() if path in lacking and token in found}
 
-    return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read, renew).run()
+    def thaw(pairs: Sequence[tuple[str, str]]) -> None:
+        leaves, adapter = scan(), context.adapter
+        tensors = dict(zip(leaves.tensor_paths, leaves.tensors, strict=True))
+        for opened in leaves.objects:
+            parameters = [tensors[path] for optimizer, path in pairs if optimizer == opened.path and path in tensors]
+            if parameters:
+                adapter.make_entries(opened.value, list(map(adapter.token, parameters)))
+        if fresh is not None:
+            fresh.cache_clear()
+
+    return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read, renew, thaw if fresh else None).run()
 
 
 @dataclass(slots=True)
@@ -127,6 +140,8 @@ class LeavesLoad:
         read: On the coordinator, reads the `.metadata` of the checkpoint with this unique_id; after ``scan``.
         renew: Sets what follows from what was filled; given the paths of which nothing is loaded, and those among them
             for which nothing was stored. Returns the paths of what it has set.
+        thaw: Has optimizers make entries for parameters that are not trained now, if the checkpoint has such. Given the
+            paths of optimizers and parameters; ``scan`` finds the entries from then on. None if that is not wanted.
     """
 
     scan: Callable[[], Leaves]
@@ -136,6 +151,7 @@ class LeavesLoad:
     warning: str = ""
     read: Callable[[int | None], Metadata] | None = None
     renew: Callable[[Container[str], Container[str]], set[str]] | None = None
+    thaw: Callable[[Sequence[tuple[str, str]]], None] | None = None
     _files: DataFiles = field(init=False)
     _coordinator: LoadCoordinator | None = None
     _touched: bool = False
@@ -172,6 +188,10 @@ class LeavesLoad:
         tally = self._files.tally
         with tally.phase("plan"):
             wanted, answer = self._ask("request", self._request, LoadAnswer, LoadCoordinator.request)
+            if answer.thawed and self.thaw is not None:
+                self.thaw(answer.thawed)
+                self.thaw = None  # what no entries were made for now has none
+                wanted, answer = self._ask("request", self._request, LoadAnswer, LoadCoordinator.request)
             answers = [answer]  # to be taken from there: who plans drops the columns where they have been read
             plan = functools.partial(self._plan, wanted, answers)
             del answer
@@ -277,6 +297,7 @@ class LeavesLoad:
             wanted.records,
             wanted.kept,
             tensors.tied(),
+            [] if self.thaw is None else wanted.frozen,
         )
         choices = {name: str(getattr(self.context.options, name)) for name in _COMPARED}
         choices |= {name: str(list(getattr(self.context.options, name))) for name in _SEQUENCES}

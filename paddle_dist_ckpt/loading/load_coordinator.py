@@ -118,7 +118,9 @@ class LoadCoordinator:
         _check_same_sources({rank: wanted[request.wanted] for rank, request in requests.items()})
         self._asked_keys = _keys_of(wanted.values()) if metadata.left_out else set()
         arranged = self._arranged(list(wanted.values()))
-        answered = {data: encode(self._answering.answer(paths, arranged)) for data, paths in wanted.items()}
+        answers = {data: self._answering.answer(paths, arranged) for data, paths in wanted.items()}
+        thawed = self._answering.thawed()
+        answered = {data: encode(msgspec.structs.replace(one, thawed=thawed)) for data, one in answers.items()}
         metadata.table.forget()
         return {rank: answered[request.wanted] for rank, request in requests.items()}
 

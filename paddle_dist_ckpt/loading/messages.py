@@ -83,7 +83,8 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     flat keys of the stored tensors in these. ``instead`` says what distributed tensors are made of, of which this
     rank has elements, if it has recipes or a key_map for any. ``records`` are there if the coordinator arranges what is
     made of what. ``kept`` are paths of ``others`` that are left as they are, and for which something may be stored.
-    ``tied`` are the paths of each tensor that has several.
+    ``tied`` are the paths of each tensor that has several. ``frozen`` are paths of optimizers, each with that of a
+    parameter for which it has no entries, for the parameter is not trained now.
     """
 
     tensors: list[str]
@@ -97,6 +98,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     records: dict[str, WantedRecord] = {}
     kept: list[str] = []
     tied: list[list[str]] = []
+    frozen: list[tuple[str, str]] = []
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -132,6 +134,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     ``hints`` are stored flat keys that may be meant by wanted paths where nothing is, with the shapes of tensors.
     ``save_id`` is the save's, empty if it is not in files of this format; ``cost`` what the values of `.metadata` cost,
     see :class:`.files.metadata.Metadata`. ``firsts`` are the coordinator's numbers of the tensors' first shards.
+    ``thawed`` are those of all ranks' ``frozen`` for which entries are stored: the ranks make them, and ask again.
     """
 
     unique_id: int
@@ -157,6 +160,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     save_id: str = ""
     cost: int = 0
     firsts: Column = _EMPTY
+    thawed: list[tuple[str, str]] = []
 
     def without_table(self) -> LoadAnswer:
         """The same without the columns, which take as much memory again where there are many shards."""

@@ -46,6 +46,7 @@ class WantedState:
         own: The values of its own that this rank has now, by path.
         left_own: Those of them that are left as they are, which an object is given back with what is stored for it.
         repeated: See :class:`..tree.state_dict.Leaves`.
+        frozen: See :class:`.messages.WantedPaths`.
     """
 
     tensors: LocalTensors = field(default_factory=LocalTensors)
@@ -64,6 +65,7 @@ class WantedState:
     own: dict[str, Any] = field(default_factory=dict)
     left_own: dict[str, Any] = field(default_factory=dict)
     repeated: dict[str, str] = field(default_factory=dict)
+    frozen: list[tuple[str, str]] = field(default_factory=list)
 
     def instead(self) -> dict[str, str]:
         """What distributed tensors are made of, in words, if this rank has recipes or a key_map for any tensor.
@@ -159,8 +161,19 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         wanted.others.update(zip(leaves.kept, adapter.names(list(leaves.kept.values())), strict=True))
     if options.key_map is None and not options.recipes and arranger is None:
         wanted.complete = [plain_key(path) for path, one in objects.items() if adapter.is_defined_by_user(one.value)]
+        wanted.frozen = _frozen(leaves, adapter)
     wanted.values.update((path, "object") for path in free if path not in skipped)
     return wanted
+
+
+def _frozen(leaves: Leaves, adapter: Adapter) -> list[tuple[str, str]]:
+    """The optimizers, each with the path of a parameter that is not trained now, and for which it has no entries."""
+    optimizers = [one for one in leaves.objects if one.kind is ObjectKind.OPTIMIZER]
+    frozen = {one.path: tokens for one in optimizers if (tokens := adapter.frozen(one.value))}
+    if not frozen:
+        return []
+    paths = {adapter.token(one): path for path, one in zip(leaves.tensor_paths, leaves.tensors, strict=True)}
+    return [(path, paths[token]) for path, tokens in frozen.items() for token in tokens if token in paths]
 
 
 def _record(key: str, geometry: Geometry, corner: tuple[int, ...] | None) -> WantedRecord:

@@ -239,8 +239,13 @@ class CheckpointManager:
 
     def _has_saved(self, step: int) -> None:
         self._is_fresh = False
+        self._meet(step)
         self._decided = (step, False)  # to save a step twice would be of no use
         self._schedule.saved()
+
+    def _meet(self, step: int) -> None:
+        with self._folders() as opened, suppress(OSError, CheckpointError):  # the step is saved, or restored
+            self._steps.meet(step, opened)
 
     def _pass_over_failures(self) -> None:
         """Failures of earlier saves are logged, and must not prevent the last one, whatever and whose they are."""
@@ -402,6 +407,7 @@ class CheckpointManager:
         if self._decided is not None:  # the steps begin anew
             self._schedule.restart()
         self._decided = (chosen, False)
+        self._meet(chosen)
         self._preparation.expect(state)
         return chosen
 

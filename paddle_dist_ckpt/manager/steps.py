@@ -41,6 +41,7 @@ NOTE = "checkpoint_manager"
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FOLDERS = Folders()
+_MOST_MET = 10  # steps that a rank remembers to have saved or restored
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -66,6 +67,7 @@ class Steps:
         self._saves: dict[int, str] = {}
         self._told: set[int] = set()  # steps of which it was said that they have no `.metadata`
         self._identity: FolderIdentity | None = None
+        self._met: list[int] = []  # steps that this rank has saved or restored, the latest last
         self._claimed: set[int] | None = None  # steps in whose folders there were claims, if that is known
         self.metrics: dict[int, Metrics] = {}
         self.unread: dict[int, Exception] = {}
@@ -97,12 +99,18 @@ class Steps:
                     unread[step] = error
         self._saves, self.metrics, self.unread = saves, metrics, unread
 
+    def meet(self, step: int, opened: Folders = _FOLDERS) -> None:
+        """Remember that this rank has saved or restored a step, or saves it in the background, and in which folder."""
+        self._met = [*(one for one in self._met if one != step), step][-_MOST_MET:]
+        with suppress(FileNotFoundError):
+            self._identity = opened(self._root).identity()
+
     def check_same(self, opened: Folders = _FOLDERS) -> None:
         """See that the folder is the one that it was: what it was may be not mounted any more, and have all the steps.
 
         Raises:
-            CheckpointError: it is another one, or gone, and has none of the steps that are known here, as they are on
-                the coordinator; or a link to nowhere.
+            CheckpointError: it is another one, or gone, and has none of the steps that are known here: those that this
+                rank has met, and on the coordinator all; or a link to nowhere.
         """
         try:
             identity = opened(self._root).identity()
@@ -110,7 +118,8 @@ class Steps:
             if _is_link(self._root, opened):
                 raise CheckpointError(f"{self._root} is a link to nowhere: is what it leads to mounted?") from None
             identity = None
-        known = dict(self._saves)  # a thread may be removing some
+        known: dict[int, str | None] = dict.fromkeys(self._met)
+        known.update(dict(self._saves))  # a thread may be removing some
         if identity != self._identity and known and not any(self._has(*save, opened) for save in known.items()):
             raise CheckpointError(
                 f"{self._root} is {'gone' if identity is None else 'another folder than before'}, without "
@@ -119,9 +128,11 @@ class Steps:
             )
         self._identity = identity
 
-    def _has(self, step: int, save: str, opened: Folders) -> bool:
+    def _has(self, step: int, save: str | None, opened: Folders) -> bool:
+        """Whether a step is there, saved by this save; of None, whether there is anything of it."""
+        storage = opened(step_folder(self._root, step))
         try:
-            return save_of(opened(step_folder(self._root, step)), step) == save
+            return bool(storage.names()) if save is None else save_of(storage, step) == save
         except CheckpointTimeoutError:
             raise
         except (CheckpointError, OSError):  # it cannot be read now, but it is there

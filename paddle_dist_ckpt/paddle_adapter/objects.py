@@ -7,6 +7,7 @@ parameters under weight decay. Here they are made as the step makes them, and no
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import paddle
@@ -23,6 +24,7 @@ from .wrappers import INNER, STEPS, is_look_ahead, is_of_paddle, is_wrapper, ref
 __all__ = [
     "MASTERS",
     "check_optimizer",
+    "frozen_of",
     "is_defined_by_user",
     "is_object",
     "is_optimizer",
@@ -66,8 +68,9 @@ def _inner(optimizer: Any) -> Any:
 # -- accumulators
 
 
-def make_accumulators(optimizer: Any) -> None:
-    """Make the accumulators and master weights that the first step would make for all parameters that are trained.
+def make_accumulators(optimizer: Any, thawed: Collection[int] = ()) -> None:
+    """Make the accumulators and master weights that the first step would make for all parameters that are trained, and
+    for those of these ids, which may be frozen.
 
     Parameters, learning rate and what exists already are left as they are. Accumulators of distributed parameters are
     distributed likewise. Ranks that share parameters must call it together. Optimizers that have no such accumulators
@@ -84,7 +87,9 @@ def make_accumulators(optimizer: Any) -> None:
     block = framework.default_main_program().global_block()
     with paddle.no_grad():
         for group in groups if isinstance(groups[0], dict) else [None]:
-            parameters = [each for each in (groups if group is None else group["params"]) if _is_due(owner, each)]
+            parameters = [
+                each for each in (groups if group is None else group["params"]) if _is_due(owner, each, thawed)
+            ]
             if parameters:
                 create(block, parameters if group is None else {**group, "params": parameters})
                 for parameter in parameters:
@@ -96,17 +101,27 @@ def make_accumulators(optimizer: Any) -> None:
     _name_accumulators(owner)
 
 
-def _is_due(optimizer: Any, parameter: Any) -> bool:
+def _is_due(optimizer: Any, parameter: Any, thawed: Collection[int]) -> bool:
     """Whether the first step would make accumulators for this parameter.
 
     A parameter without memory belongs to other ranks, which alone step it.
     """
-    if parameter.stop_gradient or parameter.name in getattr(optimizer, "_already_create_accumulator", ()):
+    if (parameter.stop_gradient and id(parameter) not in thawed) or parameter.name in getattr(
+        optimizer, "_already_create_accumulator", ()
+    ):
         return False
     names = _names(optimizer, parameter)
     if any(name in accumulators for accumulators in optimizer._accumulators.values() for name in names):
         return False
     return bool(parameter._is_initialized())
+
+
+def frozen_of(optimizer: Any) -> list[Any]:
+    """The parameters of an optimizer that are frozen, and for which it has no accumulators, or not yet."""
+    owner = _inner(optimizer)
+    if not hasattr(owner, "_accumulators") or is_look_ahead(owner):
+        return []
+    return [one for one in parameters_of(optimizer) if one.stop_gradient and _is_due(owner, one, [id(one)])]
 
 
 def _names(optimizer: Any, parameter: Any) -> tuple[str, ...]:

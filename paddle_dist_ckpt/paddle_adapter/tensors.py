@@ -104,6 +104,14 @@ class PaddleAdapter:
         """See :class:`..tree.state_dict.Adapter`."""
         return [id(parameter) for parameter in objects.parameters_of(value)]
 
+    def frozen(self, value: Any) -> list[int]:
+        """See :class:`..tree.state_dict.Adapter`."""
+        return [id(parameter) for parameter in objects.frozen_of(value)]
+
+    def make_entries(self, value: Any, parameters: Collection[int]) -> None:
+        """See :class:`..tree.state_dict.Adapter`."""
+        objects.make_accumulators(value, parameters)
+
     def token(self, tensor: Any) -> int:
         """See :class:`..tree.state_dict.Adapter`."""
         return id(_local(tensor))

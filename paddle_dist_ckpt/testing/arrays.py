@@ -94,6 +94,13 @@ class NumpyAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         return ObjectKind.FREE, state_of(value, key)
 
+    def frozen(self, value: Any) -> list[int]:
+        """None."""
+        return []
+
+    def make_entries(self, value: Any, parameters: Collection[int]) -> None:
+        """Does nothing."""
+
     def is_defined_by_user(self, value: Any) -> bool:
         """See :class:`..tree.state_dict.Adapter`."""
         return False

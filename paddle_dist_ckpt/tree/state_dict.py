@@ -101,6 +101,14 @@ class Adapter(TensorAdapter, Protocol):
         """The tokens of the parameters that an optimizer steps, as far as it tells them."""
         ...
 
+    def frozen(self, value: Any) -> list[int]:
+        """The tokens of the parameters of an optimizer that are not trained now, and have no entries in its state."""
+        ...
+
+    def make_entries(self, value: Any, parameters: Collection[int]) -> None:
+        """Give an optimizer the entries that it would have if the parameters with these tokens were trained."""
+        ...
+
     def token(self, tensor: Any) -> int:
         """What a tensor and an optimizer's parameter have in common if they are the same."""
         ...

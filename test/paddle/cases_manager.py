@@ -142,6 +142,38 @@ def bad_arguments_on_one_rank(root: str, ranks: int) -> Outcome:
     return outcome_of(lambda: manager(root, ranks, keep_last=0 if dist.get_rank() else 1))
 
 
+def lost_mount(root: str, ranks: int, victim: int, by_restore: bool, gone: bool) -> tuple[Outcome, bool, int | None]:
+    """A rank's root is another folder after a first step, or gone; what a save says, whether that made anything there,
+    and the latest step when the folder is back.
+    """
+    own = Path(root, f"host{dist.get_rank()}")
+    if by_restore:
+        with manager(own, ranks, async_save=False) as steps:
+            steps.save(1, state(ranks, 1))
+    with manager(own, ranks, async_save=False, keep_last=1) as steps:
+        if by_restore:
+            steps.restore(state(ranks, 0))
+        else:
+            steps.save(1, state(ranks, 1))
+        real, is_victim = own.with_suffix(".real"), dist.get_rank() == victim
+        if is_victim:
+            own.rename(real)
+            if not gone:
+                own.mkdir()
+        outcome = outcome_of(lambda: steps.save(2, state(ranks, 2)))
+        made = is_victim and own.exists() and any(own.iterdir())
+        dist.barrier(group_of(ranks))
+        if is_victim:
+            if own.exists():
+                own.rmdir()
+            real.rename(own)
+        dist.barrier(group_of(ranks))
+        target = state(ranks, 0)
+        assert steps.restore(target) == target["step"] == 1
+        steps.save(3, state(ranks, 3))
+        return outcome, made, steps.latest_step()
+
+
 def bad_metrics_on_one_rank(root: str, ranks: int) -> tuple[list[Outcome], list[int]]:
     """One rank passes what is no number with a first save, and with a later one."""
     refused = []

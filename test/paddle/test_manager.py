@@ -928,6 +928,19 @@ def test_managers_that_differ_are_refused_on_every_rank(pool: RankPool, tmp_path
         assert "keep_last must be None or at least 1" in outcome.message
 
 
+@pytest.mark.parametrize("gone", [False, True], ids=["another", "gone"])
+@pytest.mark.parametrize("by_restore", [False, True], ids=["saved", "restored"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_root_that_is_not_mounted_any_more_on_one_rank_stops_the_save(
+    pool: RankPool, tmp_path: Path, victim: int, by_restore: bool, gone: bool
+) -> None:
+    said = "gone" if gone else "another folder than before"
+    for outcome, made, latest in pool.run(cases.lost_mount, str(tmp_path), 2, victim, by_restore, gone, ranks=2):
+        assert re.search(rf"/host{victim} is {said}, without step 1 of before", outcome.message)
+        assert not made
+        assert latest == 3
+
+
 def test_bad_metrics_of_one_rank_are_an_error_on_every_rank_and_the_next_save_is_made(
     pool: RankPool, tmp_path: Path
 ) -> None:
