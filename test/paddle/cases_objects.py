@@ -58,6 +58,7 @@ def train(
     steps: int,
     save: tuple[str, str] | None,
     sharded_optimizer: bool = False,
+    frozen: bool = False,
 ) -> dict[str, Any]:
     """Load, train, save; returns losses, whole parameters and moments.
 
@@ -69,6 +70,7 @@ def train(
         steps: How many; data follow from the counter that is loaded.
         save: To which folder, and as what.
         sharded_optimizer: Whether the optimizer is one of ``dist.shard_optimizer``.
+        frozen: Whether a layer is not trained until after the load.
     """
     mesh_ids = MESHES[layout]
     mesh = None
@@ -81,6 +83,8 @@ def train(
     if sharded_optimizer:
         optimizer = dist.shard_optimizer(optimizer)
     counter = Counter()
+    for parameter in net.up.parameters():
+        parameter.stop_gradient = frozen
     before = {name: _whole(value) for name, value in net.state_dict().items()}
     if load is not None:
         state = _state(net, optimizer, schedule, counter, load[1])
@@ -90,6 +94,8 @@ def train(
             counter.load_state_dict(state["counter"])
         if RNG_STATE:
             set_rng_state(state["rng"].value)
+    for parameter in net.up.parameters():
+        parameter.stop_gradient = False
     losses = [_step(net, optimizer, schedule, mesh, counter) for _ in range(steps)]
     if save is not None:
         save_state_dict(_state(net, optimizer, schedule, counter, save[1]), save[0], group_of(ranks))

@@ -123,7 +123,7 @@ def _job(head: bool = True, frozen: bool = False, rate: Any = 0.1, **more: Any) 
     ("saved", "loaded", "left", "warns"),
     [
         ({"rate": lambda: paddle.optimizer.lr.StepDecay(0.1, 1)}, {}, "opt.LR_Scheduler.last_epoch", False),
-        ({}, {"frozen": True}, "opt.body.weight.moment1", False),
+        ({}, {"frozen": True}, None, False),
         ({"amsgrad": True}, {}, "opt.body.weight.moment2_max", False),
         ({"multi_precision": True}, {}, None, False),
         ({}, {"head": False}, "model.head.weight", True),
@@ -156,3 +156,68 @@ def test_own_accumulators_that_appear_later_are_not_left_unseen(tmp_path: Path) 
     with pytest.raises(StateDictMismatchError) as caught:
         load_state_dict(_job(), tmp_path / "with")
     assert [line.partition(":")[0] for line in caught.value.problems] == ["opt.body.weight.average"]
+
+
+def _frozen_job(frozen: bool, **more: Any) -> dict[str, Any]:
+    model = paddle.nn.Sequential(paddle.nn.Linear(3, 3), paddle.nn.Linear(3, 3))
+    for parameter in model[0].parameters():
+        parameter.stop_gradient = frozen
+    return {"model": model, "opt": paddle.optimizer.AdamW(0.1, parameters=model.parameters(), **more)}
+
+
+def _steps(job: dict[str, Any], count: int) -> float:
+    for number in range(count):
+        loss = (job["model"](paddle.ones([2, 3]) * (number + 1)) ** 2).mean()
+        loss.backward()
+        job["opt"].step()
+        job["opt"].clear_grad()
+    return float(loss)
+
+
+@pytest.mark.parametrize("strict", [True, "all"])
+def test_what_is_kept_for_parameters_that_are_frozen_now_is_loaded_if_it_is_stored(tmp_path: Path, strict: Any) -> None:
+    """Who loads before a schedule thaws layers goes on as if there had been no load."""
+    first = _frozen_job(False)
+    _steps(first, 3)
+    save_state_dict(first, tmp_path)
+    expected = _steps(first, 2)
+    again = _frozen_job(True)
+    report = load_state_dict(again, tmp_path, options=LoadOptions(strict=strict))
+    assert report.unused_keys == report.skipped == ()
+    assert all(parameter.stop_gradient for parameter in again["model"][0].parameters())
+    for parameter in again["model"][0].parameters():
+        parameter.stop_gradient = False
+    assert _steps(again, 2) == expected
+
+
+def test_nothing_is_made_for_frozen_parameters_of_which_nothing_is_stored(tmp_path: Path) -> None:
+    first = _frozen_job(True)
+    _steps(first, 2)
+    save_state_dict(first, tmp_path)
+    again = _frozen_job(True)
+    assert load_state_dict(again, tmp_path).unused_keys == ()
+    moments = again["opt"]._accumulators["moment1"]
+    assert len(moments) == 2, "of the layer that is trained"
+    plain = {"model": again["model"], "opt": paddle.optimizer.SGD(0.1, parameters=again["model"].parameters())}
+    save_state_dict(_frozen_job(False), tmp_path / "adam")
+    assert "opt.0.weight.moment1" in load_state_dict(plain, tmp_path / "adam").unused_keys
+
+
+def test_two_optimizers_of_one_frozen_parameter_get_what_is_stored_for_each(tmp_path: Path) -> None:
+    def make(frozen: bool) -> dict[str, Any]:
+        job = _frozen_job(frozen)
+        parameters = job["model"].parameters()
+        return {**job, "momentum": paddle.optimizer.Momentum(0.1, parameters=parameters)}
+
+    first = make(False)
+    _steps(first, 2)
+    save_state_dict(first, tmp_path / "both")
+    save_state_dict({name: first[name] for name in ("model", "opt")}, tmp_path / "one")
+    again = make(True)
+    assert load_state_dict(again, tmp_path / "both").unused_keys == ()
+    one = make(True)
+    load_state_dict({name: one[name] for name in ("model", "momentum")}, tmp_path / "both")
+    assert not one["opt"]._accumulators
+    assert len(one["momentum"]._accumulators["velocity"]) == 4
+    options = LoadOptions(allow_missing=["momentum.*"])
+    assert load_state_dict(make(True), tmp_path / "one", options=options).unused_keys == ()

@@ -25,7 +25,7 @@ def run(pool: RankPool) -> Run:
     """Runs a job of a layout; returns what rank 0 finds."""
 
     def run_job(layout: str, *args: Any) -> dict[str, Any]:
-        if args[-1] is True and not SHARD_OPTIMIZER:
+        if True in args[4:5] and not SHARD_OPTIMIZER:
             pytest.skip("Paddle 2.6: what shard_optimizer returns is no Optimizer and has no state_dict of its own")
         return dict(pool.run(cases.train, layout, RANKS[layout], *args, ranks=RANKS[layout])[0])
 
@@ -72,6 +72,19 @@ def test_training_goes_on(
         assert all((there["parameters"][name] == value).all() for name, value in here["parameters"].items())
     if source == destination and RNG_STATE:
         assert there["random"] == here["random"]
+
+
+@pytest.mark.parametrize("sharded_optimizer", [False, True])
+@pytest.mark.parametrize("destination", ["mp2", "plain", "dp2_mp2"])
+def test_training_goes_on_with_a_layer_that_is_frozen_until_after_the_load(
+    run: Run, trained: Trained, destination: str, sharded_optimizer: bool
+) -> None:
+    folder, here = trained("mp2", "objects", sharded_optimizer)
+    there = run(destination, 3, (folder, "objects"), 3, None, sharded_optimizer, True)
+    np.testing.assert_allclose(there["losses"], here["losses"], rtol=1e-5)
+    if destination == "mp2":
+        assert there["losses"] == here["losses"]
+        assert sorted(there["placements"]) == sorted(here["placements"])
 
 
 def test_keys_do_not_depend_on_the_run(run: Run, tmp_path: Path) -> None:
