@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .window import FileWindow
 
-__all__ = ["ENDURED", "NOTHING", "Built", "Latin1", "Lying", "Machine", "Recurring", "Refused", "filled"]
+__all__ = [
+    "ENDURED",
+    "NOTHING",
+    "Built",
+    "Latin1",
+    "Lying",
+    "Machine",
+    "Recurring",
+    "Refused",
+    "filled",
+    "steps_of_text",
+]
 
 ENDURED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 """What damaged contents may raise in code that takes them for what they should be."""
@@ -18,9 +30,10 @@ _KEPT_TEXT = 64 << 10
 _MOST_LINE = 64 << 10
 _MOST_INTEGER = 1 << 10  # bytes or digits
 _MOST_MARKS = 10_000
-_MOST_KEY = 16  # parts of a tuple that is a key
+_MOST_KEY, _MOST_NUMBERS = 16, 2  # parts of a tuple that is a key, and those whose hash does not change by the run
 _HASHED = range(-(2**60), 2**60)  # larger integers may be made to have one hash
-_HASHED_WITHIN = range(-(2**31), 2**31)  # and so may tuples of integers that are not this small
+_HASHED_WITHIN = range(-(2**31), 2**31)  # and so may tuples of integers that are not this small and few
+_BYTES_OF_STEP = 10  # of a text: its bytes on the disk are worth as much, and in a hole there are none
 _STEPS_OF_DICT, _STEPS_OF_LARGE = 10, 6  # of a dict that gets its first entry, of each item of a large one
 _STEPS_OF_LINE, _STEPS_OF_POP, _STEPS_OF_BYTES = 8, 4, 5
 _STEPS_OF_NEW = 6  # of a container, or of an object
@@ -184,11 +197,14 @@ class Machine:
         if nbytes > _KEPT_TEXT:
             self.push_new(Lying(self.window.skip(nbytes), nbytes, "text"))
         else:
-            self.stack.append(self.window.take(nbytes).decode("utf-8", "surrogatepass"))
+            text = self.window.take(nbytes).decode("utf-8", "surrogatepass")
+            self.steps += steps_of_text(text)
+            self.stack.append(text)
 
     def line(self, encoding: str = "utf-8") -> str:
-        self.steps += _STEPS_OF_LINE
-        return self.window.line(_MOST_LINE).decode(encoding)
+        line = self.window.line(_MOST_LINE).decode(encoding)
+        self.steps += _STEPS_OF_LINE + steps_of_text(line)
+        return line
 
     def quoted(self) -> str:
         line = self.line("latin1")
@@ -250,7 +266,9 @@ class Machine:
         if index >= len(memo):
             if not 0 <= index <= self.window.taken:
                 raise ValueError(f"place {index} in the memo")
-            memo.extend([NOTHING] * (index + 1 - len(memo)))
+            # Who writes pickles counts up by one. A place far ahead costs what it takes to have those before it.
+            self.window.file.budget.spend(index - len(memo), self.window.file.name)
+            memo.extend(itertools.repeat(NOTHING, index + 1 - len(memo)))
         memo[index] = self.stack[-1]
 
     def memoize(self) -> None:
@@ -287,7 +305,7 @@ class Machine:
 
     def spend(self, value: Any) -> None:
         size = len(value) if isinstance(value, (str, list, tuple, dict)) else 0
-        self.steps += 4 if type(value) is not dict else 4 + 2 * size
+        self.steps += 4 + (0 if isinstance(value, str) else 2 * size if type(value) is dict else size)
         self.spent += 1 + size
         if self.spent > self.worth:
             self.worth = self.window.taken + _SHARED
@@ -326,6 +344,12 @@ class Machine:
         self.push_new(self.persistent(token))
 
 
+def steps_of_text(text: str) -> int:
+    """What a text costs beside the instruction that makes it: one with other characters takes up to four times as much
+    memory."""
+    return len(text) // _BYTES_OF_STEP if text.isascii() else len(text) // 2
+
+
 def _as_list(value: Any) -> list[Any]:
     if type(value) is not list:
         raise TypeError(f"items for {type(value).__name__}")
@@ -351,5 +375,7 @@ def _key(value: Any, nested: bool = False) -> Any:
     if kind is Latin1:
         return str(value)
     if kind is tuple and not nested and len(value) <= _MOST_KEY:
-        return tuple(_key(part, nested=True) for part in value)
+        if sum(not isinstance(part, (str, Built)) for part in value) <= _MOST_NUMBERS:
+            return tuple(_key(part, nested=True) for part in value)
+        raise Refused(f"has a dict with a key of more than {_MOST_NUMBERS} numbers, which is not read")
     raise Refused(f"has a dict with a key that is {kind.__name__}, which is not read")

@@ -15,6 +15,7 @@ from .window import WindowedFile
 __all__ = ["PickledLeaf", "leaves"]
 
 _MOST_DEPTH = 64
+_MOST_OF_HOLES = 16 << 20  # of what was skipped, as a file may be compressed on the disk
 _CHEAP = 4  # characters of texts and paths that are counted as one step
 _STEPS, _STEPS_OF_CONTAINER = 4, 24
 _PLAIN = (type(None), bool, int, float, complex, str)
@@ -46,7 +47,7 @@ class _Tree:
 
     def __init__(self, file: WindowedFile) -> None:
         self._file = file
-        self._unread = file.size  # bytes of what was skipped
+        self._unread = min(file.size, max(file.on_disk, _MOST_OF_HOLES))  # bytes of what was skipped
         self._has_array: dict[int, bool] = {}
 
     def below(self, path: tuple[Part, ...], value: Any) -> Iterator[PickledLeaf]:
@@ -111,11 +112,11 @@ class _Tree:
         self._unread -= lying.nbytes
         if self._unread < 0:
             raise CheckpointCorruptedError(f"{self._where(path)} and what is before it are larger than the file")
-        data = bytes(self._file.read_large(lying.position, lying.nbytes))
+        data = self._file.read_large(lying.position, lying.nbytes)
         try:
             if lying.form == "text":
                 return data.decode("utf-8", "surrogatepass")
-            return data.decode("utf-8").encode("latin1") if lying.form == "encoded" else data
+            return data.decode("utf-8").encode("latin1") if lying.form == "encoded" else bytes(data)
         except UnicodeError as error:
             raise CheckpointCorruptedError(f"{self._where(path)} is no text: {error}") from error
 

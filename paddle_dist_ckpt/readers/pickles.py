@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
-from .pickle_machine import ENDURED, NOTHING, Machine, Recurring, Refused, filled
+from .pickle_machine import ENDURED, NOTHING, Machine, Recurring, Refused, filled, steps_of_text
 from .window import FileWindow
 
 __all__ = ["walk"]
@@ -108,7 +108,7 @@ def _run(machine: Machine) -> Any:
                 start = at + 2
                 at = start + data[at + 1]
                 text = data[start:at].decode("utf-8", "surrogatepass")
-                machine.steps += 8 if text.isascii() else 24  # characters of others take up to four bytes
+                machine.steps += 8 if text.isascii() else 24 + steps_of_text(text)
                 stack.append(text)
             elif code in _NUMBERS:
                 layout = _NUMBERS[code]

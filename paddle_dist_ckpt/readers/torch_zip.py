@@ -139,11 +139,14 @@ class TorchZip:
         Raises:
             CheckpointCorruptedError: they differ.
         """
+        if member.crc32 is None:
+            return
+        self.file.check_no_hole(member.position, member.nbytes)
         crc32 = 0
         for position in range(member.position, member.position + member.nbytes, _CHUNK):
             left = member.position + member.nbytes - position
             crc32 = zlib.crc32(self.file.read(position, min(_CHUNK, left)), crc32)
-        if member.crc32 is not None and crc32 != member.crc32:
+        if crc32 != member.crc32:
             raise self._damaged(f"what is at byte {member.position} has another CRC-32 than was written")
 
     def _check_byte_order(self, member: ZipMember) -> None:

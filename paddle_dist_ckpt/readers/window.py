@@ -40,6 +40,10 @@ class WindowedFile:
         name: The file.
         budget: What may be done to read its checkpoint, which grows by what the file has on the disk.
 
+    Attributes:
+        size: How long it is, in bytes.
+        on_disk: How many bytes it has on the disk, which are fewer if it has holes, or is compressed.
+
     Raises:
         CheckpointCorruptedError: there is no such file.
     """
@@ -54,7 +58,7 @@ class WindowedFile:
         self.name = name
         self.size, self.budget = self._file.size, budget
         identity, nbytes = _on_disk(name, self._file)
-        self._on_disk = nbytes
+        self.on_disk = nbytes
         budget.grant(identity, nbytes)
 
     def __enter__(self) -> WindowedFile:
@@ -84,14 +88,22 @@ class WindowedFile:
         Raises:
             CheckpointCorruptedError: also if there is less of it on the disk.
         """
-        self._check(position, nbytes)
-        if nbytes > max(self._on_disk, _MOST_OF_HOLES):
-            raise CheckpointCorruptedError(
-                f"{self.name}: {nbytes} bytes at byte {position} are a hole: the file has {self._on_disk} on the disk"
-            )
+        self.check_no_hole(position, nbytes)
         data = bytearray(nbytes)
         self._fill(np.frombuffer(data, np.uint8), position)
         return data
+
+    def check_no_hole(self, position: int, nbytes: int) -> None:
+        """See that so many bytes may lie at a position.
+
+        Raises:
+            CheckpointCorruptedError: the file ends before, or has less on the disk.
+        """
+        self._check(position, nbytes)
+        if nbytes > max(self.on_disk, _MOST_OF_HOLES):
+            raise CheckpointCorruptedError(
+                f"{self.name}: {nbytes} bytes at byte {position} are a hole: the file has {self.on_disk} on the disk"
+            )
 
     def _fill(self, buffer: Bytes1D, position: int) -> None:
         try:

@@ -85,9 +85,50 @@ def behind_a_tensor(rest: bytes) -> Callable[[Path], None]:
     return write
 
 
+def in_holes(operation: bytes, nbytes: int, count: int) -> Callable[[Path], None]:
+    """A file with a list of byte strings or texts, all but their lengths in holes."""
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            file.write(_START + b"}" + text("v") + b"](")
+            for _ in range(count):
+                file.write(operation + struct.pack("<I", nbytes))
+                file.seek(nbytes, os.SEEK_CUR)
+            file.write(b"es.")
+
+    return write
+
+
+def far_place(path: Path) -> None:
+    """A file of texts, and the place in the memo that is as far away as there are bytes before it."""
+    filler = (text("a" * 65_000) + b"0") * 600
+    path.write_bytes(_START + filler + b"}r" + struct.pack("<I", len(filler)) + b".")
+
+
 _TUPLE = b"cbuiltins\ntuple\n\x940"
 PICKLES: dict[str, tuple[bytes | Callable[[Path], None], str]] = {
     "a place in the memo far away": (behind_a_tensor(b"}r" + struct.pack("<I", 1 << 29)), "in the memo"),
+    "a place in the memo as far away as its size": (far_place, "has room for"),
+    "long byte strings in holes": (in_holes(b"B", 15 << 20, 20), "larger than the file"),
+    "long texts in holes": (in_holes(b"X", 15 << 20, 20), "larger than the file"),
+    "texts in holes": (in_holes(b"X", 65_000, 4000), "has room for"),
+    "other characters": (_START + b"](" + (b"\x8c\xfc\xf0\x9f\x98\x80" + b"a" * 248) * 100_000 + b"e.", "has room for"),
+    "copies of what is as long as it": (
+        _START
+        + _TUPLE
+        + b"]("
+        + b"N" * 4000
+        + b"e\x940"
+        + (text("a" * 65_000) + b"0") * 450
+        + b"]("
+        + (get(0) + get(1) + b"\x85R") * 7000
+        + b"e.",
+        "has room for",
+    ),
+    "tuples of more numbers than may be": (
+        _START + b"}" + text("v") + b"}(" + number(1) + number(2) + number(3) + b"\x87Nus.",
+        "a key of more than 2 numbers",
+    ),
     "copies": (
         behind_a_tensor(
             b"](" + b"N" * 60_000 + b"e\x940" + _TUPLE + b"(" + (get(1) + get(0) + b"\x85R") * 1000 + b"1}"
@@ -205,6 +246,39 @@ def test_a_text_in_many_places_of_a_value_of_torch(tmp_path: Path) -> None:
     writer.put("v", None, saved(None, pickle=pickle_of_list))
     write_all(tmp_path, writer.all_files)
     costs_little(tmp_path, "has room for")
+
+
+@pytest.mark.parametrize("crc32", [0, 1])
+def test_a_pickle_of_torch_that_is_a_hole(crc32: int, tmp_path: Path) -> None:
+    """Its CRC-32, if it has one, would take minutes."""
+    writer, name = DCPWriter(), b"archive/data.pkl"
+    writer.tensors["a"] = writer.record("BytesStorageMetadata")
+    content = pickled({"x": 1})
+    local = struct.pack("<4s5H3L2H", b"PK\3\4", 45, 0, 0, 0, 0, crc32, 0xFFFFFFFF, 0xFFFFFFFF, len(name), 0) + name
+    nbytes = 64 << 30
+    extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes)
+    entry = struct.pack(
+        "<4s6H3L5H2L", b"PK\1\2", 45, 45, 0, 0, 0, 0, crc32, *[0xFFFFFFFF] * 2, len(name), len(extra), 0, 0, 0, 0, 0
+    )
+    entry += name + extra
+    at = len(local) + nbytes
+    tail = entry + struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, len(entry), at)
+    tail += struct.pack("<4sLQL", b"PK\6\7", 0, at + len(entry), 1)
+    tail += struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    writer.put("a", None, b"")
+    for stored in writer.ranges.values():
+        stored.state["length"] = at + len(tail)
+    (tmp_path / ".metadata").write_bytes(writer.metadata)
+    with (tmp_path / "__0_0.distcp").open("wb") as file:
+        file.write(local + content)
+        file.seek(at)
+        file.write(tail)
+    if crc32:
+        costs_little(tmp_path, "are a hole")
+    else:
+        cost = cost_of(lambda folder: len(read_metadata(folder).values), tmp_path / "nothing", tmp_path)
+        assert cost.outcome == "1"
+        assert problem_of(cost, bytes_on_disk(tmp_path)) is None
 
 
 def test_chunks_of_one_hash(tmp_path: Path) -> None:
