@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from itertools import chain
 from types import MappingProxyType
 
 import numpy as np
@@ -19,7 +20,7 @@ from ..files.reader import Consumer, StoredEntry
 from ..files.runs import OpenFile
 from ..planning.blocks import touched_blocks
 from ..planning.load_plan import WantedBoxes, plan_load
-from ..tree.paths import plain_key
+from ..tree.paths import parse_path, plain_key
 from .messages import LoadAnswer, Mismatch, ShardNeeds
 from .recipes import expand
 from .repeated import differing
@@ -28,7 +29,7 @@ from .small_items import SmallItems, batches_of
 from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
-from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, NO_ENTRY, OF_TENSORS, value_text
+from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, NEEDED, NO_ENTRY, OF_TENSORS, value_text
 
 __all__ = ["Fit"]
 
@@ -70,7 +71,9 @@ class Fit:
         self.stored, self.answer, self.wanted = stored, answer, wanted
         self._table = self.stored.table
         self.refused: set[str] = set()
+        self._incomplete: set[str] = set()  # paths of objects that are left as they are
         self.problems = wanted.problems + _unfit(answer, wanted) + self._refuse_differing(answer.values)
+        self._incomplete = self._incomplete_objects()
         self.problems += [Mismatch(key, f"{key}: a recipe, and no rank has such a tensor") for key in answer.unmatched]
         parts = expand(wanted.tensors, wanted.made.recipes, answer, self._table, cast)
         self.targets = Targets(parts, self._table, {*left_out, *answer.unread}, devices, resize)
@@ -78,6 +81,29 @@ class Fit:
         self._plan()
         left = [Mismatch.at(path, reason) for path, reason in answer.skipped.items()]
         self.skipped = self.problems + wanted.left + left + self.targets.resized
+
+    def _incomplete_objects(self) -> set[str]:
+        """The paths of objects that would refuse what is stored for them, which is a problem unless it may be missing.
+
+        They would do so when all tensors are filled.
+        """
+        found: set[str] = set()
+        if not self.wanted.needed:
+            return found
+        renamed = chain.from_iterable(self.answer.renamed.values())
+        stored = list(map(parse_path, {*self.answer.values, *self._table.paths, *renamed}))
+        for path, needed in self.wanted.needed.items():
+            if path in self.untouched:
+                continue
+            above = parse_path(path)
+            there = {one[len(above)] for one in stored if one[: len(above)] == above and len(one) > len(above)}
+            if lacking := [entry for entry in needed if entry not in there]:
+                found.add(path)
+                key, may_be_missing = plain_key(path), self.wanted.may_be_missing
+                problem = Mismatch(key, f"{key}: what is stored lacks {', '.join(lacking)}, {NEEDED}")
+                is_left = may_be_missing(key) or all(may_be_missing(f"{key}.{entry}") for entry in lacking)
+                (self.wanted.left if is_left else self.problems).append(problem)
+        return found
 
     def _plan(self) -> None:
         """Fill the columns: ``_target``, ``_shard``, ``_like``, ``_nbytes`` and ``_entry_bytes`` are ``[needs]``;
@@ -151,7 +177,8 @@ class Fit:
     @property
     def untouched(self) -> set[str]:
         """The paths of which nothing is loaded."""
-        return {*self.answer.unfit, *self.answer.skipped, *self.wanted.skipped, *self._unfit_tensors}
+        found = {*self.answer.unfit, *self.answer.skipped, *self.wanted.skipped, *self._unfit_tensors}
+        return found | self._incomplete
 
     @property
     def lacking(self) -> set[str]:

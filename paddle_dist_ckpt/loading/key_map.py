@@ -29,6 +29,7 @@ def apply(key_map: KeyMap | None, keys: Mapping[str, str]) -> tuple[dict[str, st
 
     Raises:
         TypeError: a function returned something else than a key or None.
+        ValueError: a function failed.
     """
     moved: dict[str, str] = {}
     skipped: set[str] = set()
@@ -36,7 +37,10 @@ def apply(key_map: KeyMap | None, keys: Mapping[str, str]) -> tuple[dict[str, st
         return moved, skipped
     find = key_map if callable(key_map) else _lookup(key_map)
     for path, key in keys.items():
-        stored = find(key)
+        try:
+            stored = find(key)
+        except Exception as error:
+            raise ValueError(f"key_map({key!r}) failed: {type(error).__name__}: {error}") from error
         if stored is None:
             skipped.add(path)
         elif not isinstance(stored, str):

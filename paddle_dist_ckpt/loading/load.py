@@ -99,9 +99,10 @@ def load(
             try:
                 context.adapter.restore(opened.value, state)
             except Exception as error:
+                key, kind = plain_key(opened.path), type(opened.value).__name__
                 raise CheckpointError(
-                    f"{plain_key(opened.path)}: the {type(opened.value).__name__} did not take its state: "
-                    f"{type(error).__name__}: {error}"
+                    f"{key}: the {kind} did not take its state: {type(error).__name__}: {error}; "
+                    f"LoadOptions(key_map={{{key!r}: None}}) leaves it as it is"
                 ) from error
 
     def renew(untouched: Container[str], lacking: Container[str]) -> set[str]:

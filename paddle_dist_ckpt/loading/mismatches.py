@@ -20,7 +20,7 @@ from .answering import Answering
 from .key_map import matcher
 from .messages import Mismatch, WantedPaths
 from .recipes import with_hint
-from .wording import MEANT, MISSING, NO_ENTRY
+from .wording import MEANT, MISSING, NEEDED, NO_ENTRY
 
 __all__ = ["NOT_YET", "MismatchCheck", "some_of"]
 
@@ -109,6 +109,9 @@ class MismatchCheck:
             yield "LoadOptions(cast=True) converts dtypes"
         if any(NO_ENTRY in line or NOT_YET in line for line in lines):
             yield "tensors that an object makes later must be made before the load, to be in its state_dict()"
+        for problem in problems:
+            if problem.text.endswith(NEEDED):
+                yield f"LoadOptions(key_map={{{problem.key!r}: None}}) leaves {problem.key} as it is"
         if left:
             yield "LoadOptions(allow_unused=[...]) leaves some entries out"
         missing = (parameter_of_run(problem.key) for problem in problems if MISSING in problem.text)

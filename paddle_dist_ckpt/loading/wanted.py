@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,8 @@ class WantedState:
         left_own: Those of them that are left as they are, which an object is given back with what is stored for it.
         repeated: See :class:`..tree.state_dict.Leaves`.
         frozen: See :class:`.messages.WantedPaths`.
+        needed: The entries that objects have now which refuse a state without one of them, by the objects' paths.
+        may_be_missing: Whether a flat key need not be stored.
     """
 
     tensors: LocalTensors = field(default_factory=LocalTensors)
@@ -66,6 +69,8 @@ class WantedState:
     left_own: dict[str, Any] = field(default_factory=dict)
     repeated: dict[str, str] = field(default_factory=dict)
     frozen: list[tuple[str, str]] = field(default_factory=list)
+    needed: dict[str, list[str]] = field(default_factory=dict)
+    may_be_missing: Callable[[str], bool] = lambda key: False
 
     def instead(self) -> dict[str, str]:
         """What distributed tensors are made of, in words, if this rank has recipes or a key_map for any tensor.
@@ -163,6 +168,12 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         wanted.complete = [plain_key(path) for path, one in objects.items() if adapter.is_defined_by_user(one.value)]
         wanted.frozen = _frozen(leaves, adapter)
     wanted.values.update((path, "object") for path in free if path not in skipped)
+    wanted.needed = {
+        path: [key for key in one.state if isinstance(key, str)]
+        for path, one in objects.items()
+        if path in free and path not in skipped and adapter.needs_all_entries(one.value)
+    }
+    wanted.may_be_missing = key_map.matcher(options.allow_missing)
     return wanted
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "LEFT_BY_AOA",
     "MEANT",
     "MISSING",
+    "NEEDED",
     "NOT_STORED",
     "NO_ENTRY",
     "OF_TENSORS",
@@ -32,6 +33,8 @@ MEANT = "meant?"
 """Behind a key that a user may have meant."""
 DICTS = ("dict", "empty", "nothing")
 """What :class:`.messages.WantedPaths` calls dicts that stand for values."""
+NEEDED = "without which it takes no state"
+"""Why an object is left as it is, or a load refused, that has entries of which one is not stored."""
 NO_ENTRY = "no such entry in its object"
 """What a state_dict has where an object has nothing yet."""
 OVERLAPS_ITSELF = "elements of the target share memory with each other"

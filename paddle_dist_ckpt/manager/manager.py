@@ -208,6 +208,8 @@ class CheckpointManager:
             raise CheckpointError("the manager is closed")
         step = checked_step(step)
         if not self.should_save(step) and not force:
+            if self._steps.has_just_met(step):
+                _logger.info("step %d was saved, or restored, just now: force=True saves it again", step)
             return None
         is_fresh, self._is_fresh = self._is_fresh, True
         if self.stopping:

@@ -105,6 +105,10 @@ class Steps:
         with suppress(FileNotFoundError):
             self._identity = opened(self._root).identity()
 
+    def has_just_met(self, step: int) -> bool:
+        """Whether a step is the last one that this rank has saved or restored."""
+        return self._met[-1:] == [step]
+
     def check_same(self, opened: Folders = _FOLDERS) -> None:
         """See that the folder is the one that it was: what it was may be not mounted any more, and have all the steps.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import paddle
 import paddle.distributed as dist
+from paddle.amp import AmpScaler
 from paddle.base import framework
 from paddle.base.layer_helper import LayerHelper
 from paddle.distributed.auto_parallel import api
@@ -29,6 +30,7 @@ __all__ = [
     "is_object",
     "is_optimizer",
     "make_accumulators",
+    "needs_all_entries",
     "optimizer_state",
     "parameters_of",
     "restore",
@@ -221,6 +223,12 @@ def state_of_parameter(optimizer: Any, parameter: Any) -> list[Any]:
     return [*masters, *inner, *(one for by_name in tables for name, one in by_name.items() if name in names)]
 
 
+def needs_all_entries(value: Any) -> bool:
+    """Whether it is a scheduler or a scaler of Paddle's, which refuses a state without an entry that it has now."""
+    value = unwrapped(value)
+    return is_of_paddle(type(value)) and isinstance(value, (paddle.optimizer.lr.LRScheduler, AmpScaler))
+
+
 # -- given back
 
 
@@ -251,7 +259,13 @@ def _restore_layer(layer: Any, state: dict[str, Any]) -> None:
         return
     own = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
     if any(id(value) not in own for value in state.values()):
-        layer.set_state_dict(_in_own_dtypes(layer, state))
+        taken = layer.set_state_dict(_in_own_dtypes(layer, state))
+        unknown = taken[1] if isinstance(taken, tuple) and len(taken) == 2 else ()
+        if unknown:
+            raise UnsupportedValueError(
+                f"its state_dict() has copies under names that its set_state_dict() passes over: "
+                f"{', '.join(map(str, unknown[:5]))}{', ...' * (len(unknown) > 5)}"
+            )
 
 
 def _in_own_dtypes(layer: Any, state: dict[str, Any]) -> dict[str, Any]:

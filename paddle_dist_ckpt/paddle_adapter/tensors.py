@@ -104,6 +104,10 @@ class PaddleAdapter:
         """See :class:`..tree.state_dict.Adapter`."""
         return [id(parameter) for parameter in objects.parameters_of(value)]
 
+    def needs_all_entries(self, value: Any) -> bool:
+        """See :class:`..tree.state_dict.Adapter`."""
+        return objects.needs_all_entries(value)
+
     def frozen(self, value: Any) -> list[int]:
         """See :class:`..tree.state_dict.Adapter`."""
         return [id(parameter) for parameter in objects.frozen_of(value)]
@@ -290,6 +294,10 @@ class PaddleAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         if dtype.name.startswith("uint") and dtype.itemsize > 1:  # Paddle's own tensors never have these
             return np.empty(shape, arithmetic_dtype(dtype))
+        if not paddle.in_dynamic_mode():
+            raise UnsupportedValueError(
+                "no tensors can be made while paddle.enable_static() is on: call paddle.disable_static() before"
+            )
         if len(shape) > _MOST_DIMENSIONS:
             raise UnsupportedValueError(f"Paddle has no tensors of more than {_MOST_DIMENSIONS} dimensions")
         with at_device(self._place) if self._place is not None else nullcontext():

@@ -94,6 +94,10 @@ class NumpyAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         return ObjectKind.FREE, state_of(value, key)
 
+    def needs_all_entries(self, value: Any) -> bool:
+        """None does."""
+        return False
+
     def frozen(self, value: Any) -> list[int]:
         """None."""
         return []

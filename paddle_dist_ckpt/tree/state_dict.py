@@ -101,6 +101,10 @@ class Adapter(TensorAdapter, Protocol):
         """The tokens of the parameters that an optimizer steps, as far as it tells them."""
         ...
 
+    def needs_all_entries(self, value: Any) -> bool:
+        """Whether an object refuses a state that lacks an entry which it has now."""
+        ...
+
     def frozen(self, value: Any) -> list[int]:
         """The tokens of the parameters of an optimizer that are not trained now, and have no entries in its state."""
         ...

@@ -11,7 +11,7 @@ import pytest
 
 from paddle_dist_ckpt import CheckpointError, LoadOptions, LoadReport, PerRank, StateDictMismatchError
 from paddle_dist_ckpt.testing import run_ranks
-from test.jobs import Counter, all_ok, load_whole, saved_by_two
+from test.jobs import Counter, all_ok, load_whole, save_alone, saved_by_two
 
 LARGE = "x" * 10_000  # an entry of a data file
 
@@ -239,3 +239,9 @@ def test_a_hint_names_what_may_be_meant(tmp_path: Path) -> None:
     (error,) = run_ranks(1, lambda rank: rank.load({"weight": np.ones(2)}, tmp_path, options=options))
     assert isinstance(error, CheckpointError)
     assert "net.weight" in str(error)
+
+
+def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
+    save_alone({"w": np.ones(3)}, tmp_path)
+    with pytest.raises(ValueError, match=r"key_map\('w'\) failed: ZeroDivisionError"):
+        loaded(tmp_path, {"w": np.zeros(3)}, lambda key: str(1 / 0))

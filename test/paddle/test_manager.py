@@ -106,6 +106,20 @@ def test_a_step_that_was_just_restored_is_not_saved_again(tmp_path: Path) -> Non
         assert steps.should_save(10)
 
 
+def test_a_step_that_was_just_saved_is_saved_again_by_force_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "paddle_dist_ckpt")
+    with CheckpointManager(tmp_path, async_save=False) as steps:
+        steps.save(1, numbers(1))
+        assert steps.save(1, numbers(2)) is None
+        assert "step 1 was saved, or restored, just now: force=True saves it again" in caplog.text
+        assert steps.save(1, numbers(2), force=True) is not None
+        target = numbers(0)
+        steps.restore(target)
+        assert str(target) == str(numbers(2))
+
+
 def test_to_ask_twice_about_a_step_does_not_matter(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, save_interval_seconds=0.05) as steps:
         asked = []

@@ -14,6 +14,8 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_dist_ckpt import (
+    CheckpointError,
+    LoadOptions,
     StateDictMismatchError,
     UnsupportedValueError,
     load_merged_state_dict,
@@ -702,6 +704,87 @@ def test_an_optimizer_of_group_shardings_stage_3_is_refused(tmp_path: Path, kept
         save_state_dict({"optimizer": optimizer}, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     assert set(optimizer._accumulators) <= {"moment1"}, "none were made"
+
+
+def scaler_of(enable: bool, scale: float = 512.0) -> Any:
+    """A GradScaler, as on a GPU; on the CPU Paddle disables each."""
+    place = SimpleNamespace(_expected_place=SimpleNamespace(is_gpu_place=lambda: True))
+    with mock.patch.object(paddle.amp.grad_scaler, "_dygraph_tracer", return_value=place):
+        return paddle.amp.GradScaler(enable=enable, init_loss_scaling=scale)
+
+
+RATES = paddle.optimizer.lr
+REFUSED = {
+    "a disabled scaler, an enabled one": (lambda: scaler_of(False), lambda: scaler_of(True), "scale, incr_ratio"),
+    "another scheduler": (lambda: RATES.StepDecay(0.1, 2), lambda: RATES.ReduceOnPlateau(0.1), "cooldown_counter"),
+    "a warm-up before it": (
+        lambda: RATES.StepDecay(0.1, 2),
+        lambda: RATES.LinearWarmup(RATES.StepDecay(0.1, 2), 2, 0.0, 0.1),
+        "LinearWarmup_LR",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_object_that_would_refuse_its_state_is_a_mismatch_before_anything_is_touched(
+    tmp_path: Path, case: str
+) -> None:
+    make, make_other, lacking = REFUSED[case]
+    model, other = layer_of(), make_other()
+    for parameter in model.parameters():
+        parameter.set_value(parameter + 1.0)
+    before, expected = [one.numpy().copy() for one in model.parameters()], copy.deepcopy(other.state_dict())
+    save_state_dict({"model": layer_of(), "x": make()}, tmp_path)
+    state = {"model": model, "x": other}
+    with pytest.raises(
+        StateDictMismatchError, match=rf"(?s)x: what is stored lacks {lacking}.*key_map={{'x': None}}"
+    ) as no:
+        load_state_dict(state, tmp_path, options=LoadOptions(strict="all"))
+    assert len(no.value.problems) == 1
+    assert all((a == b.numpy()).all() for a, b in zip(before, model.parameters(), strict=True))
+    for options in (LoadOptions(strict=False), LoadOptions(allow_missing=["x"]), LoadOptions(allow_missing=["x.*"])):
+        assert load_state_dict(state, tmp_path, options=options).skipped_keys == ("x",)
+        assert str(other.state_dict()) == str(expected)
+    assert not all((a == b.numpy()).all() for a, b in zip(before, model.parameters(), strict=True))
+    assert load_state_dict(state, tmp_path, options=LoadOptions(key_map={"x": None})).skipped == ()
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(True, True), (True, False), (False, False)])
+def test_a_scaler_is_restored_if_it_takes_what_is_stored(tmp_path: Path, saved: bool, loaded: bool) -> None:
+    save_state_dict({"scaler": scaler_of(saved, 64.0)}, tmp_path)
+    scaler = scaler_of(loaded)
+    assert load_state_dict({"scaler": scaler}, tmp_path).skipped == ()
+    assert not loaded or scaler.state_dict()["scale"].tolist() == [64.0]
+
+
+class Renaming(paddle.nn.Layer):
+    """One whose state_dict() has copies, under names that Paddle's set_state_dict() does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = paddle.nn.Linear(2, 2)
+
+    def state_dict(self, *args: Any, **more: Any) -> Any:
+        return {f"net.{key}": value.clone() for key, value in super().state_dict(*args, **more).items()}
+
+
+@pytest.mark.filterwarnings("ignore:Skip loading")
+def test_copies_that_a_layer_does_not_take_back_are_not_called_loaded(tmp_path: Path) -> None:
+    save_state_dict({"model": Renaming()}, tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"model: the Renaming did not take its state: .*passes over: net.fc.weig"
+    ):
+        load_state_dict({"model": Renaming()}, tmp_path)
+
+
+def test_no_tensor_is_made_in_static_mode(tmp_path: Path) -> None:
+    save_state_dict({"w": paddle.ones([2])}, tmp_path)
+    paddle.enable_static()
+    try:
+        with pytest.raises(UnsupportedValueError, match="call paddle.disable_static"):
+            load_merged_state_dict(tmp_path)
+    finally:
+        paddle.disable_static()
 
 
 class NoModule:
