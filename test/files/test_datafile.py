@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -401,6 +402,21 @@ def test_hostile_information_is_refused(change: dict[str, Any], tmp_path: Path) 
     info = {**msgspec.json.decode(msgspec.json.encode(INFO)), **change}
     (tmp_path / "f").write_bytes(header_of({"hashes": "", "info": json.dumps(info)}))
     refuse_info(tmp_path / "f")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_writers_of_one_hash_are_read_soon(again: bool, tmp_path: Path) -> None:
+    writers = [i * (2**61 - 1) for i in range(20_000)]
+    info = {**msgspec.json.decode(msgspec.json.encode(INFO)), "writers": writers + writers[5:6] * again}
+    (tmp_path / "f").write_bytes(header_of({"hashes": "", "info": json.dumps(info)}))
+    start = time.process_time()
+    if again:
+        refuse_info(tmp_path / "f")
+    else:
+        file = opened(tmp_path / "f")
+        assert read_info(file, "f")[0].writers == writers
+        file.close()
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(
