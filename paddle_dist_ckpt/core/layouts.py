@@ -169,9 +169,16 @@ def shared_layouts(
     Args:
         cuts: The shape of each tensor, and its boxes in ascending order.
     """
-    numbers: dict[tuple[tuple[int, ...], tuple[Box, ...]], int] = {}
-    layout_of = [numbers.setdefault(cut, len(numbers)) for cut in cuts]
-    return [Layout(shape, Boxes.of(boxes, len(shape))) for shape, boxes in numbers], np.array(layout_of, np.int64)
+    # By bytes, whose hashes nobody knows: tuples of integers can be made to have one hash, all of them.
+    numbers: dict[bytes, int] = {}
+    different: list[tuple[tuple[int, ...], tuple[Box, ...]]] = []
+    layout_of = []
+    for cut in cuts:
+        number = numbers.setdefault(msgspec.msgpack.encode(cut), len(different))
+        if number == len(different):
+            different.append(cut)
+        layout_of.append(number)
+    return [Layout(shape, Boxes.of(boxes, len(shape))) for shape, boxes in different], np.array(layout_of, np.int64)
 
 
 def grid_starts(boxes: Boxes, region: Box) -> list[IntArray] | None:

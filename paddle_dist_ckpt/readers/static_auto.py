@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ..core.box import Box
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
-from ..tree.paths import Part
+from ..tree.paths import format_path
 from .assembly import Assembly, text_of
 from .budget import Budget
 from .catalog import Catalog, Piece
@@ -132,10 +132,11 @@ class _Variables:
     def __init__(self, assembly: Assembly, is_program: bool) -> None:
         self._assembly, self._is_program = assembly, is_program
         self._cuts: dict[str, _Cut] = {}
-        self._places: dict[tuple[int, ...], Mapping[int, int]] = {}
+        # By texts, whose hashes nobody knows: tuples of integers can be made to have one hash, all of them.
+        self._places: dict[str, Mapping[int, int]] = {}
+        self._values: set[str] = set()
         self._groups: dict[int, Mapping[int, int]] = {}  # the same by the objects of one file
         self._locals: dict[str, dict[int, _Local]] = defaultdict(dict)
-        self._values: set[tuple[Part, ...]] = set()
 
     def take_attributes(self, file: WindowedFile) -> None:
         """Read a `.pdattr`. Ranks say the same of a variable that they share, so who says it first is believed."""
@@ -170,8 +171,12 @@ class _Variables:
                 self._locals[place[0]].setdefault(rank, _Local(state.opened(path, value), number))
             elif isinstance(value, PickledArray):
                 raise UnsupportedValueError(f"{file.name}: {text_of(path)} is an array, but no variable")
-            elif place and place not in self._values and not (self._is_program and place == (_WORLD,)):
-                self._values.add(place)
+            elif (
+                place
+                and not (self._is_program and place == (_WORLD,))
+                and (text := format_path(place)) not in self._values
+            ):
+                self._values.add(text)
                 self._assembly.add_value(file.name, place, value)
 
     def assembled(self) -> Assembly:
@@ -193,9 +198,10 @@ class _Variables:
         mesh = _numbers(shape)
         if id(group) not in self._groups:  # which variables may share
             ranks = _numbers(group)
-            if ranks not in self._places:
-                self._places[ranks] = {rank: place for place, rank in enumerate(ranks)}
-            self._groups[id(group)] = self._places[ranks]
+            text = str(ranks)
+            if text not in self._places:
+                self._places[text] = {rank: place for place, rank in enumerate(ranks)}
+            self._groups[id(group)] = self._places[text]
         places = self._groups[id(group)]
         if math.prod(mesh) != len(group) or len(places) != len(group):
             raise ValueError(f"a mesh of {len(mesh)} dimensions that does not fit {len(group)} ranks")

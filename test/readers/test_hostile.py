@@ -23,6 +23,7 @@ from paddle_dist_ckpt import (
     list_checkpoints,
     read_metadata,
 )
+from paddle_dist_ckpt.core.layouts import shared_layouts
 from test.jobs import try_load
 from test.readers.golden import GOLDEN
 from test.readers.torch_writer import DCP, Call, DCPWriter, Global, pickled, saved, tensor
@@ -208,6 +209,66 @@ def test_paths_of_one_hash_are_read_soon(tmp_path: Path) -> None:
     start = time.process_time()
     assert len(read_metadata(tmp_path).values) == 9000
     assert time.process_time() - start < 2
+
+
+def test_values_of_a_static_program_of_one_hash_are_read_soon(tmp_path: Path) -> None:
+    entries = b"".join(number(x) + b"}" + number(y) + b"Ns" for x, y in colliding(9000))
+    (tmp_path / "a_dist0.pdparams").write_bytes(_START + b"}(" + entries + b"u.")
+    (tmp_path / "a_dist0.pdattr").write_bytes(pickle.dumps({}, 4))
+    start = time.process_time()
+    assert len(read_metadata(tmp_path).values) == 9000
+    assert time.process_time() - start < 2
+
+
+def ranks_of_one_hash(doublings: int) -> list[list[int]]:
+    """Lists of different ranks whose tuples have one hash: for each three ranks there are two choices, after which it
+    is the same. Of many beginnings two are so close that the third rank makes up for what they differ by."""
+    mask, first, second, hashed = 2**64 - 1, 11400714785074694791, 14029467366897019727, 2870177450012600261
+    inverse, rng, found = pow(second, -1, 1 << 64), np.random.default_rng(1), [list[int]()]
+
+    def after(so_far: Any, ranks: Any) -> Any:
+        lane = so_far + ranks * np.uint64(second)
+        return ((lane << np.uint64(31)) | (lane >> np.uint64(33))) * np.uint64(first)
+
+    for stage in range(doublings):
+        pairs = rng.integers(0, 1 << 24, (2, 1 << 19), np.uint64) + np.array(
+            [[2 * stage], [2 * stage + 1]], np.uint64
+        ) * (1 << 24)
+        ends = after(after(np.full(1, hashed, np.uint64), pairs[0]), pairs[1]) * np.uint64(inverse)
+        order = np.argsort(ends)
+        gaps = np.diff(ends[order])
+        closest = int(gaps.argmin())
+        low, high = pairs[:, order[closest]].tolist(), pairs[:, order[closest + 1]].tolist()
+        third = (1 << 30) + stage
+        choices = [[*low, third + int(gaps[closest])], [*high, third]]
+        for rank in choices[0]:
+            lane = (hashed + rank * second) & mask
+            hashed = (lane << 31 | lane >> 33) * first & mask
+        found = [[*ranks, *choice] for ranks in found for choice in choices]
+    assert len(set(map(hash, map(tuple, found)))) == 1
+    return found
+
+
+def test_groups_of_ranks_of_one_hash_are_read_soon(tmp_path: Path) -> None:
+    groups = ranks_of_one_hash(13)
+    told = {
+        f"{i:05}": {"process_shape": [len(ranks)], "process_group": ranks, "dims_mapping": [-1]}
+        for i, ranks in enumerate(groups)
+    }
+    (tmp_path / "a_dist0.pdattr").write_bytes(pickle.dumps(told, 4))
+    (tmp_path / "a_dist0.pdparams").write_bytes(pickle.dumps({"00000": np.zeros(2, np.float32)}, 4))
+    start = time.process_time()
+    assert read_metadata(tmp_path).table.paths == ["/00000"]
+    assert time.process_time() - start < 2
+
+
+def test_layouts_of_one_hash_are_told_apart_soon() -> None:
+    shapes = colliding(9000)
+    start = time.process_time()
+    layouts, layout_of = shared_layouts((shape, ()) for shape in [*shapes, *shapes])
+    assert time.process_time() - start < 2
+    assert [layout.shape for layout in layouts] == shapes
+    assert layout_of.tolist() == [*range(9000), *range(9000)]
 
 
 def write_all(folder: Path, files: dict[str, bytes]) -> None:
