@@ -8,7 +8,7 @@ from typing import Any
 from ..core.shards import Kind
 from ..errors import UnsupportedValueError
 from ..tree.building import build_tree
-from ..tree.paths import parse_path, plain_key
+from ..tree.paths import Part, parse_path, plain_key
 from .pickles import Instance, pickled
 from .plan import ExportFile, ExportTensor, fill_files
 
@@ -16,14 +16,18 @@ __all__ = ["plan_paddle", "plan_pdparams"]
 
 _MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 _NAMES = "StructuredToParameterName@@"  # where data files keep the variables' names
+_RESERVED = (_NAMES, "UnpackBigParamInfor@@")  # the latter where files of old protocols say what is in slices
 
 
 def plan_paddle(tensors: Sequence[ExportTensor], most: int) -> list[ExportFile]:
     """Data files of whole tensors, as if each were of one rank, and last the metadata.
 
     Raises:
-        UnsupportedValueError: the format has no such element type, or a tensor's path has more than str keys.
+        UnsupportedValueError: the format has no such element type or keeps the key for itself, or a tensor's path has
+            more than str keys.
     """
+    for tensor in tensors:
+        _check_name(tensor.key, tensor.key)
     groups = fill_files(tensors, most)
     names = [f"{rank}_0.distcp" for rank in range(len(groups))]
     pairs = [(tensor, name) for name, group in zip(names, groups, strict=True) for tensor in group]
@@ -78,6 +82,13 @@ def _parts_of(tensor: ExportTensor) -> tuple[str, ...]:
     return names
 
 
+def _check_name(key: str, name: Part) -> None:
+    """Refuse what would have a name in a file's dict from which Paddle, and whoever reads its files, takes other things
+    than tensors and values: it would be lost."""
+    if name in _RESERVED:
+        raise UnsupportedValueError(f"{key}: Paddle's files keep the name {name!r} for themselves")
+
+
 def _check_no_bytes(path: str, value: Any) -> None:
     """Refuse a value that has byte strings, for which ``paddle.load`` refuses the whole file."""
     items = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -96,9 +107,13 @@ def plan_pdparams(tensors: Sequence[ExportTensor], values: Sequence[tuple[str, A
         name: The file's name.
 
     Raises:
-        UnsupportedValueError: the format has no such element type, or a value is no plain one.
+        UnsupportedValueError: the format has no such element type or keeps a name for itself, or a value is no plain
+            one.
     """
+    for tensor in tensors:
+        _check_name(tensor.key, parse_path(tensor.path)[0])
     for path, value in values:
+        _check_name(plain_key(path), parse_path(path)[0])
         _check_no_bytes(path, value)
     # As Paddle does it: of a file with a pair of name and array, the pairs become tensors and other arrays stay arrays.
     leaves = [

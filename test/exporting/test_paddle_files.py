@@ -140,6 +140,37 @@ def test_bytes_for_which_paddle_refuses_all_are_refused(tmp_path: Path, value: A
     export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams", keys=["a"])
 
 
+@pytest.mark.parametrize("name", ["StructuredToParameterName@@", "UnpackBigParamInfor@@"])
+@pytest.mark.parametrize(
+    ("content", "formats"),
+    [
+        (make_array((3,)), ["paddle", "pdparams"]),
+        ({"a": make_array((3,))}, ["pdparams"]),
+        ({"a": "b"}, ["pdparams"]),
+        ("b", ["pdparams"]),
+    ],
+    ids=["tensor", "tensors below it", "values below it", "value"],
+)
+def test_names_that_paddle_keeps_for_itself_are_refused(
+    content: Any, formats: list[str], name: str, tmp_path: Path
+) -> None:
+    save_alone({"w": make_array((2,)), name: content}, tmp_path / "ckpt")
+    for format in formats:
+        with pytest.raises(UnsupportedValueError, match=f"^{name}.*: Paddle's files keep the name '{name}'"):
+            export(tmp_path / "ckpt", tmp_path / "out", format=format)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+    export(tmp_path / "ckpt", tmp_path / "out", format="native")
+    assert alike(load_whole(tmp_path / "out")[name], content)
+
+
+@pytest.mark.parametrize("format", ["paddle", "pdparams"])
+def test_names_that_paddle_keeps_for_itself_may_be_anywhere_below(format: str, tmp_path: Path) -> None:
+    state = {"model": {"StructuredToParameterName@@": make_array((3,)), "UnpackBigParamInfor@@": make_array((2,))}}
+    save_alone(state, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / f"out.{format}", format=format)
+    assert alike(load_whole(tmp_path / f"out.{format}"), state)
+
+
 def test_complex_numbers_come_back(tmp_path: Path) -> None:
     save_alone({"extra": {"z": 1 - 2.5j}}, tmp_path / "ckpt")
     export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
