@@ -19,7 +19,8 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
 
     Raises:
         TypeError: it is no path, or one of bytes.
-        ValueError: it is empty, has a zero byte in it, or is a URL rather than a path.
+        ValueError: it is empty, has a zero byte or a half of a surrogate pair in it that stands for no byte, or is a
+            URL rather than a path.
         FileNotFoundError: it is relative, and the current folder has been removed.
     """
     text = os.fspath(path)
@@ -30,9 +31,18 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
             f"{name} must name a local folder or file, and {text!r} looks like a URL: pass where that is mounted, or "
             f"a Storage. (For a folder that is called so: {'./' + text!r})"
         )
-    if not text or "\0" in text:
+    if not text or "\0" in text or not _has_bytes(text):
         raise ValueError(f"{name} must name a local folder or file, not {text!r}; for other places pass a Storage")
     try:
         return os.path.abspath(os.path.expanduser(text))
     except FileNotFoundError as error:
         raise FileNotFoundError(error.errno, "the current folder, to which it is relative, is gone", text) from error
+
+
+def _has_bytes(text: str) -> bool:
+    """Whether the system can be told it: not if there are halves of surrogate pairs that stand for no byte."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True

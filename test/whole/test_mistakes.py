@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,32 @@ from paddle_dist_ckpt.storage import as_source, as_storage
 from test.jobs import errors_of, load_alone, load_whole, save_alone, try_load, try_save
 
 
+def _takers_of_paths(source: Path) -> tuple[Callable[[Any], object], ...]:
+    """Calls that take a path; of one the folder to read is another one."""
+    return (
+        *(as_storage, as_source, LocalStorage, read_metadata, verify, list_checkpoints, load_merged_state_dict),
+        *(lambda p: delete_checkpoint(p, 0), lambda p: save_alone({"n": 1}, p), lambda p: load_alone({"n": 1}, p)),
+        *(lambda p: export(source, p), CheckpointManager, rebuild_metadata),
+    )
+
+
 @pytest.mark.parametrize("path", ["hdfs:/x", "s3://bucket/x", "file:///x", "gs:/b", Path("hdfs:/x")])
 def test_a_url_is_refused_wherever_a_path_is_taken(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    calls = (
-        *(as_storage, as_source, LocalStorage, read_metadata, verify, list_checkpoints, load_merged_state_dict),
-        *(lambda p: delete_checkpoint(p, 0), lambda p: save_alone({"n": 1}, p), lambda p: load_alone({"n": 1}, p)),
-        *(lambda p: export(tmp_path, p), CheckpointManager),
-    )
-    for call in calls:
+    for call in _takers_of_paths(tmp_path):
         with pytest.raises(ValueError, match="looks like a URL"):
             call(path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_path_that_stands_for_no_bytes_is_refused_wherever_one_is_taken(tmp_path: Path) -> None:
+    for call in _takers_of_paths(tmp_path):
+        with pytest.raises(ValueError, match=r"not '.*/a\\udcff\\ud800'") as caught:
+            call(f"{tmp_path}/a\udcff\ud800")
+        assert not isinstance(caught.value, UnicodeError)
+    save_alone({"n": 1}, f"{tmp_path}/a\udcff")
+    assert os.listdir(os.fsencode(tmp_path)) == [b"a\xff"]
+    assert load_whole(f"{tmp_path}/a\udcff") == {"n": 1}
 
 
 def test_a_folder_may_have_a_colon_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
