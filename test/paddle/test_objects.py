@@ -26,7 +26,7 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.paddle_adapter import objects
 from paddle_dist_ckpt.paddle_adapter.static_program import program_state
 from paddle_dist_ckpt.tree.canonical import canonical_paths
-from test.paddle.optimizers import flat, named_state
+from test.paddle.optimizers import flat, named_state, scaler_of
 from test.paddle.versions import FROM_LOCAL, LATER_THAN_3_0, SHARDING_STAGES, lacks
 
 ALONE = dist.ProcessMesh([0], dim_names=["x"])
@@ -704,13 +704,6 @@ def test_an_optimizer_of_group_shardings_stage_3_is_refused(tmp_path: Path, kept
         save_state_dict({"optimizer": optimizer}, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     assert set(optimizer._accumulators) <= {"moment1"}, "none were made"
-
-
-def scaler_of(enable: bool, scale: float = 512.0) -> Any:
-    """A GradScaler, as on a GPU; on the CPU Paddle disables each."""
-    place = SimpleNamespace(_expected_place=SimpleNamespace(is_gpu_place=lambda: True))
-    with mock.patch.object(paddle.amp.grad_scaler, "_dygraph_tracer", return_value=place):
-        return paddle.amp.GradScaler(enable=enable, init_loss_scaling=scale)
 
 
 RATES = paddle.optimizer.lr

@@ -25,7 +25,9 @@ from paddle_dist_ckpt import (
     errors,
     list_checkpoints,
     load_merged_state_dict,
+    load_state_dict,
     read_metadata,
+    save_state_dict,
 )
 from paddle_dist_ckpt.control import failures
 from paddle_dist_ckpt.core.box import Box
@@ -36,6 +38,7 @@ from paddle_dist_ckpt.storage import Folders, as_storage
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks, shard_array
 from test.jobs import all_ok, another_host, load_alone, save_alone, try_load, try_save
+from test.paddle.optimizers import scaler_of
 from test.test_docs import blocks, pages
 from test.whole.texts import is_in, logged_texts, texts_of_source
 
@@ -107,6 +110,9 @@ def provoked(data: Path) -> Iterator[str]:
         ({"optimizer": {"LR_Scheduler": {"last_epoch": 0}}}, LoadOptions()),
     ):
         yield error(lambda target=target, options=options: load_alone(target, data / "c", options=options))
+    save_state_dict({"scaler": scaler_of(False)}, data / "c", unique_id=0)
+    yield error(lambda: load_state_dict({"scaler": scaler_of(True)}, data / "c"))
+    save_alone({"model": MODEL, "optimizer": MOMENTS, "step": 1}, data / "c", 0)
     yield error(lambda: load_alone({}, data / "c", 7))
     yield error(lambda: load_alone(MODEL, data / "nowhere"))
     (data / "empty").mkdir()
