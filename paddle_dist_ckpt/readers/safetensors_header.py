@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from ..core.dtypes import DTYPES, DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
@@ -24,7 +25,9 @@ _METADATA = "__metadata__"
 _STRING = re.compile(rb'"[^"]*"([ \t\n\r]*:)?')  # where nothing is escaped
 _SIGN = re.compile(rb'(\\.|")([ \t\n\r]*:)?', re.DOTALL)
 _ESCAPE = re.compile(rb"\\")
-_STEPS = {b":": 20, b",": 3, b"\\": 3}  # of decoding a text, for each of these signs
+_STEPS = {b":": 20, b",": 5, b"\\": 3}  # of decoding a text, for each of these signs
+_STEPS_OF_BYTES = 3, 10  # three for ten bytes: of long names there are three copies, and long numbers are as large
+_WIDE, _WIDEST = 0xC4, 0xF0  # with which characters begin of which one makes all of its text two or four bytes each
 
 
 class HeaderEntry(NamedTuple):
@@ -86,8 +89,20 @@ def read_safetensors_header(file: WindowedFile) -> SafetensorsHeader:
 
 
 def spend_on_json(file: WindowedFile, text: bytes | bytearray) -> None:
-    """Count what it takes to decode a JSON text, before that is done; see :meth:`.Budget.spend`."""
-    file.budget.spend(sum(steps * text.count(sign) for sign, steps in _STEPS.items()), file.name)
+    """Count what it takes to decode a JSON text, before that is done; see :meth:`.Budget.spend`.
+
+    That is what its signs take, or what its strings do, each as wide as if it had the text's widest character in it:
+    short names take little beside their entries.
+    """
+    of_signs = sum(steps * text.count(sign) for sign, steps in _STEPS.items())
+    steps, nbytes = _STEPS_OF_BYTES
+    file.budget.spend(max(of_signs, len(text) * _width(text) * steps // nbytes), file.name)
+
+
+def _width(text: bytes | bytearray) -> int:
+    """How many bytes a character takes in the strings of a JSON text, at most."""
+    highest = int(np.frombuffer(text, np.uint8).max(initial=0))
+    return 4 if highest >= _WIDEST or rb"\u" in text else 2 if highest >= _WIDE else 1
 
 
 def member_count(text: bytes | bytearray | msgspec.Raw) -> int:

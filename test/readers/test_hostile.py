@@ -7,7 +7,7 @@ import pickle
 import re
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -460,6 +460,43 @@ def test_flattened_shards_of_many_dimensions_are_counted(tmp_path: Path) -> None
     (tmp_path / "0.metadata").write_bytes(pickled(Call(Global(module, "Metadata"), (), fields)))
     (tmp_path / "0_0.distcp").write_bytes(pickle.dumps(dict.fromkeys(keys, array), 4))
     costs_little(tmp_path, "has room for")
+
+
+LARGE = b",".join([b"%d" % (1 << 60)] * 2_000_000)
+
+
+def header_of(keys: Iterable[str], shape: bytes = b"0", metadata: bytes = b"{}") -> bytes:
+    """The header of a safetensors file with a tensor of this shape and of no bytes under each key."""
+    tensor_of = b'{"dtype":"F32","shape":[' + shape + b'],"data_offsets":[0,0]}'
+    return b'{"__metadata__":' + metadata + b"".join(b',"%s":%s' % (key.encode(), tensor_of) for key in keys) + b"}"
+
+
+HEADERS: dict[str, Callable[[], bytes]] = {
+    "a shape of large numbers": lambda: header_of(["a"], LARGE),
+    "a shape of small numbers": lambda: header_of(["a"], b",".join([b"257"] * 1_900_000)),
+    "a beginning of large numbers": lambda: header_of(
+        ["a"], metadata=b'{"DCP_SHARDING_INFO":"{\\"a\\":{\\"saved_offsets\\":[' + LARGE + b']}}"}'
+    ),
+    "long keys": lambda: header_of(f"{i:06}" + "k" * 3900 for i in range(24_000)),
+    "long keys with a wide character each": lambda: header_of(f"\U0001f600{i:06}" + "k" * 3900 for i in range(5000)),
+}
+
+
+def write_header(folder: Path, text: bytes) -> None:
+    """A safetensors file of this header alone."""
+    (folder / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers_of_safetensors_are_counted_by_their_length(name: str, tmp_path: Path) -> None:
+    write_header(tmp_path, HEADERS[name]())
+    costs_little(tmp_path, "has room for")
+
+
+@pytest.mark.parametrize("sign", ["w", "\u00fc", "\u6743", "\U0001f600"])
+def test_headers_of_many_short_keys_are_read(sign: str, tmp_path: Path) -> None:
+    write_header(tmp_path, header_of(f"layers.{i}.{sign * 10}" for i in range(12_000)))
+    assert len(read_metadata(tmp_path).table.paths) == 12_000
 
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:
