@@ -269,8 +269,9 @@ def no_steps_text(path: str) -> str:
         return f"{root} is no folder of steps: it has no folder such as step-00000100"
     if step_of(root.name) is not None:
         return f"{root} is the folder of one step; pass {root.parent}, that of all steps"
-    beside = managers_text(storage)
-    return f"{root} holds a checkpoint itself" + (", beside the steps" if beside else ", and is no folder of steps")
+    if managers_text(storage):
+        return f"{root} holds a checkpoint itself, beside the steps: delete removes it, if it is of no use"
+    return f"{root} holds a checkpoint itself, and is no folder of steps"
 
 
 def _steps(root: Path, metrics: Any, folder_of: Any) -> Iterable[StepFacts]:

@@ -13,7 +13,7 @@ import msgspec
 from ..errors import CheckpointError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata
-from ..files.names import metadata_name, parse_data_file, parse_temporary
+from ..files.names import metadata_name, parse_data_file, parse_temporary, step_of
 from ..storage.base import Storage, is_refusal
 from .aside import put_aside
 from .catalogs import ids_beside
@@ -21,6 +21,7 @@ from .checkpoint import read_checkpoint
 from .foreign import Format, look
 from .ids import committed_saves, metadata_ids, newest_id, next_id, save_of
 from .lease import Lease
+from .nothing import managers_text
 
 __all__ = [
     "Aftermath",
@@ -80,6 +81,12 @@ def _begin(
         with suppress(CheckpointError):  # it is damaged, and had better stay for a repair
             unique_id = newest_id(storage) if of_paddle is None else None
     names = storage.names()
+    if any(step_of(name) is not None for name in names) and managers_text(storage):
+        _logger.warning(
+            "%s: the folder has the steps of a CheckpointManager as well; loads from it will find this save in their "
+            "place: save to another folder",
+            storage.location,
+        )
     if unique_id is None:
         # Who replaces the newest does as Paddle, to which only its own checkpoints count.
         others = () if replace_newest else ids_beside(names)

@@ -424,6 +424,16 @@ def test_the_path_is_a_file(tmp_path: Path) -> None:
     assert path.read_bytes() == b"x"
 
 
+def test_a_save_beside_the_steps_of_a_manager_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    save_alone(state(1), tmp_path)
+    assert "steps of a CheckpointManager" not in caplog.text, "of a save that was never committed"
+    save_alone(state(1), tmp_path / "step-00000007", 7)
+    assert "steps of a CheckpointManager" not in caplog.text
+    save_alone(state(1), tmp_path)
+    assert f"{tmp_path}: the folder has the steps of a CheckpointManager as well" in caplog.text
+
+
 @pytest.mark.parametrize("unique_id", [None, 7])
 def test_only_a_storage_that_has_folders_is_asked_for_what_is_below(tmp_path: Path, unique_id: int | None) -> None:
     save_alone(state(1), tmp_path / "step-00000007", 7)
