@@ -24,8 +24,9 @@ from .folder.foreign import Format, look
 from .options import LoadOptions, SaveOptions, checked
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
+from .state_exports import export_filled_with
 from .storage import LocalStorage, as_source
-from .wiring import connected, export_filled_with, export_with, load_with, paddles, save_with
+from .wiring import connected, export_with, load_with, paddles, save_with
 
 __all__ = ["install", "uninstall"]
 

@@ -13,8 +13,9 @@ from .folder.selection import checked_keys
 from .options import LoadOptions, SaveOptions, as_integer, checked, takes
 from .recipes import dtype_name
 from .reports import ExportReport
+from .state_exports import export_state_with
 from .storage import local_path
-from .wiring import checked_id, connected, export_state_with, export_with, members
+from .wiring import checked_id, connected, export_with, members
 
 __all__ = ["export", "export_request", "export_state_dict"]
 

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from .control.ranks import Ranks
-from .core.parts import Arranger, SourceTensor
-from .exporting.export import check_free, export_checkpoint
+from .core.parts import Arranger
+from .exporting.export import export_checkpoint
 from .exporting.formats import ExportRequest
-from .files.metadata import Metadata
 from .files.names import MOST_IDS
-from .folder.checkpoint import read_checkpoint
 from .folder.selection import Selection
 from .loading.load import load
 from .loading.merged import load_merged
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
-from .loading.stored_tensors import stored_tensors
 from .options import LoadOptions, SaveOptions, as_integer, check_timeout, checked
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
@@ -45,8 +36,6 @@ __all__ = [
     "checked_id",
     "connected",
     "enter_with",
-    "export_filled_with",
-    "export_state_with",
     "export_with",
     "folder_of",
     "load_whole",
@@ -60,7 +49,6 @@ __all__ = [
     "source_of",
 ]
 
-_logger = logging.getLogger("paddle_dist_ckpt")
 Options = TypeVar("Options", SaveOptions, LoadOptions)
 Find = Callable[[], tuple[dict[Any, Any], Adapter]]
 """Finds the state_dict, and what makes its tensors accessible; called when other ranks will hear of what it raises."""
@@ -247,102 +235,6 @@ def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOp
     ):
         session.end_collectives()  # it has none
         return export_checkpoint(session, storage, request, options.progress, folders)
-
-
-def export_state_with(
-    ranks: Ranks, state_dict: dict[Any, Any], request: ExportRequest, options: SaveOptions
-) -> ExportReport:
-    """Export a state_dict together with other ranks. See :func:`paddle_dist_ckpt.export_state_dict`.
-
-    It is saved to a hidden folder beside the place that is meant, and exported from there.
-    """
-
-    out = Path(request.out)
-
-    def make() -> str:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.mkdtemp(prefix=f".{out.name}.state-", dir=out.parent)
-
-    def place(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        check_free(request, folders)
-        made = folders.run("making a folder in", out.parent, make, os.rmdir)
-        return dict.fromkeys(messages, made.encode())
-
-    with (
-        ranks.hub.session("export_state_dict", options.timeout) as session,
-        bounded_folders(options.progress_timeout, ranks.rank) as folders,
-    ):
-        hidden = session.gather_scatter("place", lambda: b"", place).decode()
-    reading = LoadOptions(
-        timeout=options.timeout,
-        progress=options.progress,
-        progress_timeout=options.progress_timeout,
-        separate_folders=options.separate_folders,
-    )
-    try:
-        save_with(ranks, paddles(ranks, state_dict), hidden, 0, False, options)
-        return export_with(ranks, hidden, request, reading)
-    finally:
-        if session.rank == session.coordinator:
-            with bounded_folders(options.progress_timeout, ranks.rank) as folders:
-                folders.end_with("removing", hidden, lambda: shutil.rmtree(hidden, ignore_errors=True))
-
-
-def export_filled_with(
-    ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions, offload: bool = False
-) -> ExportReport:
-    """Export tensors under the keys, in the shapes and of the types that a checkpoint has, as a load with these options
-    fills them; together with other ranks, of which each holds as many of them whole.
-
-    What the load leaves as it is is left out.
-    """
-    from .paddle_adapter import PaddleAdapter
-
-    found: list[Metadata] = []
-
-    def read() -> bytes:
-        with source_of(path, options, ranks.rank) as storage:
-            found.append(read_checkpoint(storage, request.unique_id))
-        return b""
-
-    def check(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        check_free(request, folders)
-        return dict.fromkeys(messages, b"")
-
-    with (
-        ranks.hub.session("merge_sharded_state_dict", options.timeout) as session,
-        bounded_folders(options.progress_timeout, ranks.rank) as folders,
-    ):
-        session.gather_scatter("read", read, check)
-    (metadata,) = found
-    stored, place = stored_tensors(metadata), "cpu" if offload else None
-    asked = set(stored if request.keys is None else request.keys)
-    keys = [key for key in stored if key in asked]
-    mine = keys[session.ranks.index(session.rank) :: len(session.ranks)]
-    adapter = PaddleAdapter(session.rank, piece_bytes(options.staging_bytes), place)
-    state = {key: adapter.empty(stored[key].shape, stored[key].dtype) for key in mine}
-    find = paddles(ranks, state, options.staging_bytes)
-    report = load_with(ranks, find, path, metadata.unique_id, options, offload)
-    if session.rank == session.coordinator:
-        _warn_of_new(options, stored)
-    saving = SaveOptions(
-        timeout=options.timeout,
-        progress=options.progress,
-        progress_timeout=options.progress_timeout,
-        separate_folders=options.separate_folders,
-    )
-    left = set(report.skipped_keys)
-    state = {key: tensor for key, tensor in state.items() if key not in left}
-    request = msgspec.structs.replace(request, keys=None, unique_id=None)
-    return export_state_with(ranks, state, request, saving)
-
-
-def _warn_of_new(options: LoadOptions, stored: Mapping[str, SourceTensor]) -> None:
-    arranger = arranger_of(options)
-    made = {} if arranger is None else arranger.arrange(stored, None)
-    new = [key for key in made if key not in stored]
-    if new:
-        _logger.warning("only tensors under stored keys are written, and not %s", ", ".join(new[:20]))
 
 
 def members(process_group: Any, options: LoadOptions) -> Ranks:

@@ -20,7 +20,8 @@ PICTURES = {language: ROOT / f"docs_{language}" / "images" / "rooms.svg" for lan
 # Modules at the top are drawn together, by what they are to a user.
 _TOGETHER = {
     **dict.fromkeys(
-        ("__init__", "public", "api", "one_call", "drop_in", "export_calls", "gathering"), "api, one_call, drop_in"
+        ("__init__", "public", "api", "one_call", "drop_in", "export_calls", "state_exports", "gathering"),
+        "api, one_call, drop_in",
     ),
     **dict.fromkeys(("errors", "options", "recipes", "reports", "version"), "errors, options, reports"),
 }

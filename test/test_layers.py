@@ -18,7 +18,7 @@ _FOLDER = _FILES | {"files", "readers", "reports"}
 _LANES = _FOLDER | {"folder", "control", "version"}  # a save and a load: neither imports the other
 _WIRING = _LANES | {"saving", "loading", "exporting", "paddle_adapter"}
 _CALLS = _WIRING | {"wiring"}
-_ABOVE = _CALLS | {"api", "drop_in", "export_calls", "gathering", "manager", "one_call"}
+_ABOVE = _CALLS | {"api", "drop_in", "export_calls", "gathering", "manager", "one_call", "state_exports"}
 # What each part may import beside itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -42,10 +42,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wiring": _WIRING,
     "api": _CALLS,
     "manager": _CALLS,
-    "export_calls": _CALLS,
+    "state_exports": _CALLS,
+    "export_calls": _CALLS | {"state_exports"},
     "gathering": _CALLS,
     "one_call": _CALLS | {"api"},
-    "drop_in": _CALLS | {"api", "export_calls"},
+    "drop_in": _CALLS | {"api", "export_calls", "state_exports"},
     "testing": _ABOVE | {"readers"},
     "public": _ABOVE,
     "__init__": {"public", "version"},

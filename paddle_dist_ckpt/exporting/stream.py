@@ -82,12 +82,12 @@ def write_files(
     return written
 
 
-class _Run(NamedTuple):
+class _Stretch(NamedTuple):
     """Bytes of a window that lie together, or a hole.
 
     Attributes:
         window_start: The number of the window's first byte in the file.
-        start: Where the run starts, counted from there like all of the following.
+        start: Where it starts, counted from there like all of the following.
         stop: Where it ends.
         known: Bytes that are known, with where they start.
         pieces: Parts of tensors.
@@ -134,8 +134,8 @@ class _Content:
         """Tasks that write it, one window each."""
 
         def write(window: ExportWindow) -> None:
-            for run in self._runs(window):
-                with self._filled(run, None) as (start, data):
+            for stretch in self._stretches(window):
+                with self._filled(stretch, None) as (start, data):
                     if len(data):
                         out.write(data, start)
                 self._progress(len(data))
@@ -143,10 +143,10 @@ class _Content:
         for window in self._cut:
             yield functools.partial(write, window)
 
-    def _runs(self, window: ExportWindow) -> Iterator[_Run]:
+    def _stretches(self, window: ExportWindow) -> Iterator[_Stretch]:
         """A window cut into holes, which need not be written, and what is between them."""
         if not self.keeps_holes:
-            yield _Run(window.start, 0, window.nbytes, window.known, window.pieces, False)
+            yield _Stretch(window.start, 0, window.nbytes, window.known, window.pieces, False)
             return
         parts: list[tuple[int, int, bytes | ExportPiece]] = [(at, at + len(data), data) for at, data in window.known]
         parts += [(piece.start, piece.stop, piece) for piece in window.pieces]
@@ -155,7 +155,7 @@ class _Content:
             some = list(group)
             known = [(at, part) for at, _, part in some if isinstance(part, bytes)]
             pieces = [part for *_, part in some if isinstance(part, ExportPiece)]
-            yield _Run(window.start, some[0][0], some[-1][1], known, pieces, is_hole)
+            yield _Stretch(window.start, some[0][0], some[-1][1], known, pieces, is_hole)
 
     def _is_hole(self, part: bytes | ExportPiece) -> bool:
         """Whether some of a window is zeros that are nowhere on the disk; they are zeros in any type. What is smaller
@@ -167,32 +167,34 @@ class _Content:
     def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
         """As :class:`FileSave` wants it: all windows, hashed."""
         for window in self._cut:
-            for run in self._runs(window):
-                yield self._filled(run, hashes)
+            for stretch in self._stretches(window):
+                yield self._filled(stretch, hashes)
 
     @contextmanager
-    def _filled(self, run: _Run, hashes: BlockHashes | None) -> Iterator[tuple[int, Bytes1D]]:
-        """The bytes of a run and where in the file they start, hashed if that is wanted; none of a hole."""
-        nbytes, start = run.stop - run.start, run.window_start + run.start
-        if run.is_hole:
+    def _filled(self, stretch: _Stretch, hashes: BlockHashes | None) -> Iterator[tuple[int, Bytes1D]]:
+        """The bytes of a stretch and where in the file they start, hashed if that is wanted; none of a hole."""
+        nbytes, start = stretch.stop - stretch.start, stretch.window_start + stretch.start
+        if stretch.is_hole:
             if hashes is not None:
-                for piece in run.pieces:
+                for piece in stretch.pieces:
                     hashes.add(self._entries[id(piece.tensor)], _start_of(piece), _ZEROS[: piece.stop - piece.start])
             self._progress(nbytes)
             yield start, np.zeros(0, np.uint8)
             return
         with self._buffers.borrow(nbytes) as buffer:
-            for at, data in run.known:
-                buffer[at - run.start : at - run.start + len(data)] = np.frombuffer(data, np.uint8)
-            places = {id(piece): buffer[piece.start - run.start : piece.stop - run.start] for piece in run.pieces}
-            for pieces in _read_together(run.pieces):
+            for at, data in stretch.known:
+                buffer[at - stretch.start : at - stretch.start + len(data)] = np.frombuffer(data, np.uint8)
+            places = {
+                id(piece): buffer[piece.start - stretch.start : piece.stop - stretch.start] for piece in stretch.pieces
+            }
+            for pieces in _read_together(stretch.pieces):
                 targets = [_target(piece, places[id(piece)]) for piece in pieces]
                 self._reader.read([self._rows[id(piece)] for piece in pieces], targets)
                 for piece, items in zip(pieces, targets, strict=True):
                     if piece.tensor.is_converted:
                         _convert(piece, items, places[id(piece)])
                 del targets
-            for piece in run.pieces:
+            for piece in stretch.pieces:
                 place = places[id(piece)]
                 if piece.tensor.data is not None:
                     place[:] = np.frombuffer(piece.tensor.data, np.uint8)[piece.box.slices]

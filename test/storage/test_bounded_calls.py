@@ -233,7 +233,7 @@ def test_the_export_of_a_state_that_hangs_at_the_end_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hidden folder cannot be removed: that must not replace what was raised, nor be waited for without end."""
-    from paddle_dist_ckpt import wiring
+    from paddle_dist_ckpt import state_exports
 
     released, reached = threading.Event(), threading.Event()
 
@@ -244,11 +244,13 @@ def test_the_export_of_a_state_that_hangs_at_the_end_is_not_waited_for(
 
     remove = shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", hang)
-    monkeypatch.setattr(wiring, "paddles", lambda *args: None)
-    monkeypatch.setattr(wiring, "save_with", lambda *args: (_ for _ in ()).throw(CheckpointTimeoutError("the save")))
+    monkeypatch.setattr(state_exports, "paddles", lambda *args: None)
+    monkeypatch.setattr(
+        state_exports, "save_with", lambda *args: (_ for _ in ()).throw(CheckpointTimeoutError("the save"))
+    )
     wanted = ExportRequest(str(tmp_path / "out"), "safetensors", None, None, None, None, 100)
     with pytest.raises(CheckpointTimeoutError, match="the save"):
-        wiring.export_state_with(Ranks.alone(), {}, wanted, SaveOptions(progress_timeout=0.5))
+        state_exports.export_state_with(Ranks.alone(), {}, wanted, SaveOptions(progress_timeout=0.5))
     assert reached.is_set()
     released.set()
     helpers_end()

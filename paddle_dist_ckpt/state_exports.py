@@ -1,0 +1,137 @@
+"""Exports of what no checkpoint holds as it is wanted: saved to a hidden folder first, and exported from there."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .control.ranks import Ranks
+from .core.parts import SourceTensor
+from .exporting.export import check_free
+from .exporting.formats import ExportRequest
+from .files.metadata import Metadata
+from .folder.checkpoint import read_checkpoint
+from .loading.staging import piece_bytes
+from .loading.stored_tensors import stored_tensors
+from .options import LoadOptions, SaveOptions
+from .reports import ExportReport
+from .storage import bounded_folders
+from .wiring import arranger_of, export_with, load_with, paddles, save_with, source_of
+
+__all__ = ["export_filled_with", "export_state_with"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+
+
+def export_state_with(
+    ranks: Ranks, state_dict: dict[Any, Any], request: ExportRequest, options: SaveOptions
+) -> ExportReport:
+    """Export a state_dict together with other ranks. See :func:`paddle_dist_ckpt.export_state_dict`."""
+    with _hidden_folder(ranks, request, options) as hidden:
+        save_with(ranks, paddles(ranks, state_dict), hidden, 0, False, options)
+        return export_with(ranks, hidden, request, LoadOptions(**_shared(options)))
+
+
+@contextmanager
+def _hidden_folder(ranks: Ranks, request: ExportRequest, options: SaveOptions) -> Iterator[str]:
+    """A folder beside the place where the export is to be, made and removed by the coordinator; the same on all ranks.
+
+    Raises:
+        FileExistsError: what is to be written is there.
+    """
+    out, made = Path(request.out), list[str]()
+
+    def make() -> str:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=f".{out.name}.state-", dir=out.parent)
+
+    def place(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        check_free(request, folders)
+        made.append(folders.run("making a folder in", out.parent, make, os.rmdir))
+        return dict.fromkeys(messages, made[0].encode())
+
+    try:
+        with (
+            ranks.hub.session("export_state_dict", options.timeout) as session,
+            bounded_folders(options.progress_timeout, ranks.rank) as folders,
+        ):
+            hidden = session.gather_scatter("place", lambda: b"", place).decode()
+        yield hidden
+    finally:
+        for folder in made:
+            with bounded_folders(options.progress_timeout, ranks.rank) as folders:
+                folders.end_with("removing", folder, functools.partial(shutil.rmtree, folder, ignore_errors=True))
+
+
+def export_filled_with(
+    ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions, offload: bool = False
+) -> ExportReport:
+    """Export tensors under the keys, in the shapes and of the types that a checkpoint has, as a load with these options
+    fills them; together with other ranks, of which each holds as many of them whole.
+
+    What the load leaves as it is is left out.
+    """
+    from .paddle_adapter import PaddleAdapter
+
+    metadata, members, coordinator = _read_together(ranks, path, request, options)
+    stored, place = stored_tensors(metadata), "cpu" if offload else None
+    asked = set(stored if request.keys is None else request.keys)
+    keys = [key for key in stored if key in asked]
+    mine = keys[members.index(ranks.rank) :: len(members)]
+    adapter = PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes), place)
+    state = {key: adapter.empty(stored[key].shape, stored[key].dtype) for key in mine}
+    find = paddles(ranks, state, options.staging_bytes)
+    report = load_with(ranks, find, path, metadata.unique_id, options, offload)
+    if ranks.rank == coordinator:
+        _warn_of_new(options, stored)
+    left = set(report.skipped_keys)
+    state = {key: tensor for key, tensor in state.items() if key not in left}
+    request = msgspec.structs.replace(request, keys=None, unique_id=None)
+    return export_state_with(ranks, state, request, SaveOptions(**_shared(options)))
+
+
+def _read_together(
+    ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions
+) -> tuple[Metadata, Sequence[int], int]:
+    """What the checkpoint holds, which each rank reads for itself, when the place of the export is known to be free;
+    with the ranks that take part, and the coordinator."""
+    found: list[Metadata] = []
+
+    def read() -> bytes:
+        with source_of(path, options, ranks.rank) as storage:
+            found.append(read_checkpoint(storage, request.unique_id))
+        return b""
+
+    def check(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        check_free(request, folders)
+        return dict.fromkeys(messages, b"")
+
+    with (
+        ranks.hub.session("merge_sharded_state_dict", options.timeout) as session,
+        bounded_folders(options.progress_timeout, ranks.rank) as folders,
+    ):
+        session.gather_scatter("read", read, check)
+    return found[0], session.ranks, session.coordinator
+
+
+def _warn_of_new(options: LoadOptions, stored: Mapping[str, SourceTensor]) -> None:
+    arranger = arranger_of(options)
+    made = {} if arranger is None else arranger.arrange(stored, None)
+    new = [key for key in made if key not in stored]
+    if new:
+        _logger.warning("only tensors under stored keys are written, and not %s", ", ".join(new[:20]))
+
+
+def _shared(options: LoadOptions | SaveOptions) -> dict[str, Any]:
+    """What a load and a save of one export have in common."""
+    names = ("timeout", "progress", "progress_timeout", "separate_folders")
+    return {name: getattr(options, name) for name in names}
