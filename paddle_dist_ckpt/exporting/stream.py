@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +25,6 @@ from .plan import CONVERTED_BYTES, WINDOW_BYTES, ExportFile, ExportPiece, Export
 
 __all__ = ["write_files"]
 
-_PAGE = 4096
 _ZEROS = memoryview(bytes(WINDOW_BYTES))  # of which nobody has memory until it is read, and then of one page
 
 
@@ -82,26 +79,6 @@ def write_files(
     return written
 
 
-class _Stretch(NamedTuple):
-    """Bytes of a window that lie together, or a hole.
-
-    Attributes:
-        window_start: The number of the window's first byte in the file.
-        start: Where it starts, counted from there like all of the following.
-        stop: Where it ends.
-        known: Bytes that are known, with where they start.
-        pieces: Parts of tensors.
-        is_hole: Whether it is all zeros that need not be written.
-    """
-
-    window_start: int
-    start: int
-    stop: int
-    known: list[tuple[int, bytes]]
-    pieces: list[ExportPiece]
-    is_hole: bool
-
-
 class _Content:
     """The windows of a file, read from a checkpoint.
 
@@ -134,74 +111,53 @@ class _Content:
         """Tasks that write it, one window each."""
 
         def write(window: ExportWindow) -> None:
-            for stretch in self._stretches(window):
-                with self._filled(stretch, None) as (start, data):
-                    if len(data):
-                        out.write(data, start)
-                self._progress(len(data))
+            with self._filled(window, None) as (start, data):
+                if len(data):
+                    out.write(data, start)
+            self._progress(len(data))
 
         for window in self._cut:
             yield functools.partial(write, window)
 
-    def _stretches(self, window: ExportWindow) -> Iterator[_Stretch]:
-        """A window cut into holes, which need not be written, and what is between them."""
-        if not self.keeps_holes:
-            yield _Stretch(window.start, 0, window.nbytes, window.known, window.pieces, False)
-            return
-        parts: list[tuple[int, int, bytes | ExportPiece]] = [(at, at + len(data), data) for at, data in window.known]
-        parts += [(piece.start, piece.stop, piece) for piece in window.pieces]
-        parts.sort(key=lambda part: part[0])
-        for is_hole, group in itertools.groupby(parts, lambda part: self._is_hole(part[2])):
-            some = list(group)
-            known = [(at, part) for at, _, part in some if isinstance(part, bytes)]
-            pieces = [part for *_, part in some if isinstance(part, ExportPiece)]
-            yield _Stretch(window.start, some[0][0], some[-1][1], known, pieces, is_hole)
-
-    def _is_hole(self, part: bytes | ExportPiece) -> bool:
-        """Whether some of a window is zeros that are nowhere on the disk; they are zeros in any type. What is smaller
-        than a page is not asked for: it takes as long to find out as to write it."""
-        if isinstance(part, bytes) or part.tensor.data is not None or part.stop - part.start < _PAGE:
-            return False
-        return self._reader.is_hole(self._rows[id(part)])
+    def _is_hole(self, window: ExportWindow) -> bool:
+        """Whether all of a window is zeros that are nowhere on the disk; they are zeros in any type."""
+        return not window.known and all(
+            piece.tensor.data is None and self._reader.is_hole(self._rows[id(piece)]) for piece in window.pieces
+        )
 
     def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
         """As :class:`FileSave` wants it: all windows, hashed."""
         for window in self._cut:
-            for stretch in self._stretches(window):
-                yield self._filled(stretch, hashes)
+            yield self._filled(window, hashes)
 
     @contextmanager
-    def _filled(self, stretch: _Stretch, hashes: BlockHashes | None) -> Iterator[tuple[int, Bytes1D]]:
-        """The bytes of a stretch and where in the file they start, hashed if that is wanted; none of a hole."""
-        nbytes, start = stretch.stop - stretch.start, stretch.window_start + stretch.start
-        if stretch.is_hole:
+    def _filled(self, window: ExportWindow, hashes: BlockHashes | None) -> Iterator[tuple[int, Bytes1D]]:
+        """The bytes of a window, hashed if that is wanted; none for a hole that need not be written."""
+        if self.keeps_holes and self._is_hole(window):
             if hashes is not None:
-                for piece in stretch.pieces:
+                for piece in window.pieces:
                     hashes.add(self._entries[id(piece.tensor)], _start_of(piece), _ZEROS[: piece.stop - piece.start])
-            self._progress(nbytes)
-            yield start, np.zeros(0, np.uint8)
+            self._progress(window.nbytes)
+            yield window.start, np.zeros(0, np.uint8)
             return
-        with self._buffers.borrow(nbytes) as buffer:
-            for at, data in stretch.known:
-                buffer[at - stretch.start : at - stretch.start + len(data)] = np.frombuffer(data, np.uint8)
-            places = {
-                id(piece): buffer[piece.start - stretch.start : piece.stop - stretch.start] for piece in stretch.pieces
-            }
-            for pieces in _read_together(stretch.pieces):
-                targets = [_target(piece, places[id(piece)]) for piece in pieces]
+        with self._buffers.borrow(window.nbytes) as buffer:
+            for start, data in window.known:
+                buffer[start : start + len(data)] = np.frombuffer(data, np.uint8)
+            for pieces in _read_together(window.pieces):
+                targets = [_target(piece, buffer) for piece in pieces]
                 self._reader.read([self._rows[id(piece)] for piece in pieces], targets)
                 for piece, items in zip(pieces, targets, strict=True):
                     if piece.tensor.is_converted:
-                        _convert(piece, items, places[id(piece)])
+                        _convert(piece, items, buffer)
                 del targets
-            for piece in stretch.pieces:
-                place = places[id(piece)]
+            for piece in window.pieces:
                 if piece.tensor.data is not None:
-                    place[:] = np.frombuffer(piece.tensor.data, np.uint8)[piece.box.slices]
+                    given = np.frombuffer(piece.tensor.data, np.uint8)[piece.box.slices]
+                    buffer[piece.start : piece.stop] = given
                 if hashes is not None:
-                    hashes.add(self._entries[id(piece.tensor)], _start_of(piece), place.data)
-            del places
-            yield start, buffer
+                    part = buffer[piece.start : piece.stop].data
+                    hashes.add(self._entries[id(piece.tensor)], _start_of(piece), part)
+            yield window.start, buffer
 
 
 def _read_together(pieces: Sequence[ExportPiece]) -> Iterator[list[ExportPiece]]:
@@ -227,17 +183,17 @@ def _start_of(piece: ExportPiece) -> int:
     return elements[0] * piece.tensor.dtype.itemsize
 
 
-def _target(piece: ExportPiece, place: Bytes1D) -> np.ndarray:
-    """Where to read a piece: its place among the bytes to write, or, if it is to be converted, memory of its own."""
+def _target(piece: ExportPiece, buffer: Bytes1D) -> np.ndarray:
+    """Where to read a piece: its place in the window, or, if it is to be converted, memory of its own."""
     if piece.tensor.is_converted:
         return np.empty(piece.box.shape, piece.tensor.stored.raw)
-    return place.view(piece.tensor.dtype.raw).reshape(piece.box.shape)
+    return buffer[piece.start : piece.stop].view(piece.tensor.dtype.raw).reshape(piece.box.shape)
 
 
-def _convert(piece: ExportPiece, items: np.ndarray, place: Bytes1D) -> None:
+def _convert(piece: ExportPiece, items: np.ndarray, buffer: Bytes1D) -> None:
     tensor = piece.tensor
-    converted = place.view(tensor.dtype.raw).reshape(piece.box.shape)
-    if not cast_array(items, tensor.stored, converted, tensor.dtype):
+    place = buffer[piece.start : piece.stop].view(tensor.dtype.raw).reshape(piece.box.shape)
+    if not cast_array(items, tensor.stored, place, tensor.dtype):
         raise UnsupportedValueError(
             f"{tensor.key}: a finite {tensor.stored.name} value is too large for {tensor.dtype.name}"
         )

@@ -128,25 +128,6 @@ def test_an_export_keeps_holes(tmp_path: Path, format: str, dtype: str | None, b
     assert not found["c"].any()
 
 
-@pytest.mark.parametrize("format", ["safetensors", "paddle", "pdparams", "native"])
-def test_an_export_keeps_holes_among_what_is_none(format: str, tmp_path: Path) -> None:
-    data = np.arange(1, 1025, dtype=np.float32)  # a page, so that the holes beside it are whole pages too
-    entries = {
-        f"/{i:03}": Entry([len(data)], [[]], data=data.tobytes()) if i % 2 else Entry([1024 * (256 + i)], [[]])
-        for i in range(40)
-    }
-    write_checkpoint(tmp_path / "a", entries)
-    out = tmp_path / "out" / f"x.{format}"
-    out.parent.mkdir()
-    export(tmp_path / "a", out, format)
-    assert bytes_on_disk(out.parent if out.is_file() else out) < 2 << 20
-    found = load_whole(out, flat=True)
-    assert format != "native" or verify(out).ok
-    for i in range(40):
-        array = found[f"{i:03}"]
-        assert np.array_equal(array, data) if i % 2 else array.shape == (1024 * (256 + i),) and not array.any()
-
-
 def test_a_copy_writes_holes_where_it_cannot_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = _holes(tmp_path / "start", 8)
     asked = list[int]()
