@@ -262,10 +262,15 @@ class Lease:
         """Set out to remove saves' files. Whoever finds this claim expired does, but for saves that are committed.
 
         Raises:
-            CheckpointError: the claim is gone.
+            CheckpointError: the claim is gone, and what it said is somebody else's to do.
         """
-        self.doomed += [save for save in saves if save not in self.doomed]
-        self._write()
+        doomed, is_said = list(self.doomed), self.is_said
+        self.doomed += [save for save in saves if save not in doomed]
+        try:
+            self._write()
+        except CheckpointError:  # whoever has removed it has read all that it said
+            self.doomed, self.is_said = doomed, is_said
+            raise
 
     def leave_doomed(self) -> None:
         """Leave the files of dead saves to a later save, by a claim of their own: this one speaks of its save, too."""

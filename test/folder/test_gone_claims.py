@@ -1118,3 +1118,17 @@ def test_who_is_taken_for_dead_removes_nothing_more_of_the_dead(tmp_path: Path, 
             copy(LocalStorage(ours), storage, 1, False)
     assert taken
     assert file.exists()
+
+
+def test_a_save_that_is_done_leaves_no_claim_if_another_one_has_taken_its_last(tmp_path: Path) -> None:
+    """Whoever has removed it has read what it said; what was to be added is said by claims that are there yet."""
+    save_alone(state(1), tmp_path, 5)
+    lease = Lease(LocalStorage(tmp_path), 5, automatic=False)
+    lease.mark_done(5)
+    (tmp_path / lease.name).unlink()
+    with pytest.raises(CheckpointError, match="is gone"):
+        lease.take_on("0123456789abcdef")
+    assert lease.doomed == []
+    assert lease.speak_again([str(lease.replaces)]) is None
+    lease.stop()
+    assert not list(tmp_path.glob("*.claim*"))

@@ -209,7 +209,7 @@ def test_ranks_of_one_host_have_one_folder_unless_they_are_to_have_several(tmp_p
 
     def check_refused(work: Any) -> None:
         for error in errors_of(run_ranks(4, work), ValueError):
-            assert f"rank 0, 1: {tmp_path / '0'}; rank 2, 3: {tmp_path / '1'}\n" in str(error)
+            assert f"ranks 0, 1: {tmp_path / '0'}; ranks 2, 3: {tmp_path / '1'}\n" in str(error)
             assert "separate_folders=True" in str(error)
 
     check_refused(save)
@@ -263,10 +263,10 @@ def test_a_path_that_is_not_there_is_another_path_of_one_host(tmp_path: Path) ->
 
     a, b = tmp_path / "a", tmp_path / "b"
     for error in errors_of(load([a, b, a, b]), ValueError):
-        assert f"rank 0, 2: {a}; rank 1, 3: {b} (is not there)\n" in str(error)
+        assert f"ranks 0, 2: {a}; ranks 1, 3: {b} (is not there)\n" in str(error)
         assert "separate_folders=True" in str(error)
     for error in errors_of(load([b, b, a, a]), ValueError):
-        assert f"rank 2, 3: {a}; rank 0, 1: {b} (is not there)\n" in str(error)
+        assert f"ranks 2, 3: {a}; ranks 0, 1: {b} (is not there)\n" in str(error)
     assert load([a, b, a, b], separate_folders=True) == [[0, 1, 2]] * 4
     for error in errors_of(load([b, tmp_path / "c", b, b]), CheckpointNotFoundError):
         assert str(b) in str(error)
