@@ -234,6 +234,14 @@ def read_metadata(path: Any, unique_id: int | None = None, *, progress_timeout: 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: the file is damaged.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import read_metadata, save_state_dict
+        >>> report = save_state_dict({"w": paddle.ones([2, 3]), "step": 7}, "checkpoint")
+        >>> metadata = read_metadata("checkpoint")
+        >>> [shard.local_shape for shard in metadata.state_dict_metadata["w"]]
+        [(2, 3)]
     """
     with folder_of(as_source, path, progress_timeout) as storage:
         return read_checkpoint(storage, checked_id(unique_id))
@@ -254,6 +262,16 @@ def rebuild_metadata(path: Any, save: str | None = None, *, progress_timeout: fl
         CheckpointNotFoundError: no save without a `.metadata` has all its files; says what is missing.
         CheckpointCorruptedError: a block of data is damaged. (A file with a damaged header counts as missing.)
         CheckpointError: several saves qualify, and ``save`` does not name one.
+
+    Examples:
+        >>> import os, paddle
+        >>> from paddle_dist_ckpt import rebuild_metadata, save_state_dict, verify
+        >>> report = save_state_dict({"w": paddle.ones([2, 3])}, "checkpoint", unique_id=0)
+        >>> os.remove("checkpoint/0.metadata")
+        >>> rebuild_metadata("checkpoint").unique_id
+        0
+        >>> verify("checkpoint").ok
+        True
     """
     with folder_of(as_storage, path, progress_timeout) as storage:
         return rebuild(storage, checked("save", save, str), progress=False)
@@ -269,6 +287,18 @@ def list_checkpoints(path: Any, *, progress_timeout: float | None = None) -> lis
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         progress_timeout: How long, in seconds, a single file operation may take; see :class:`SaveOptions`.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` is a file.
+        OSError: the folder cannot be listed; a folder that is not there has none.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import list_checkpoints, save_state_dict
+        >>> for step in (0, 1):
+        ...     report = save_state_dict({"w": paddle.ones([2, 3])}, "checkpoint")
+        >>> list_checkpoints("checkpoint")
+        [0, 1]
     """
     with folder_of(as_source, path, progress_timeout) as storage:
         return listed_ids(storage)
@@ -292,6 +322,14 @@ def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | No
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: its `.metadata` is damaged, so that nothing can be said about the rest.
         CheckpointReplacedError: other saves replaced it four times meanwhile.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import save_state_dict, verify
+        >>> report = save_state_dict({"w": paddle.ones([2, 3])}, "checkpoint")
+        >>> found = verify("checkpoint")
+        >>> found.ok, found.problems
+        (True, ())
     """
     unique_id = checked_id(unique_id)
     options = checked("options", options, LoadOptions) or LoadOptions()
@@ -322,6 +360,15 @@ def delete_checkpoint(path: Any, unique_id: int, *, progress_timeout: float | No
             files are still there.
         CheckpointTimeoutError: the disk hangs. Whether the checkpoint is still there, :func:`list_checkpoints` tells.
         ValueError: the checkpoint is of another format.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import delete_checkpoint, list_checkpoints, save_state_dict
+        >>> report = save_state_dict({"w": paddle.ones([2, 3])}, "checkpoint", unique_id=3)
+        >>> delete_checkpoint("checkpoint", 3).unique_id
+        3
+        >>> list_checkpoints("checkpoint")
+        []
     """
     number = checked_id(unique_id)
     if number is None:
@@ -353,6 +400,14 @@ def copy_checkpoint(
         CheckpointCorruptedError: a file is missing, or a block is not what was written. Nothing is left in ``out``.
         CheckpointError: there is not enough room in ``out``, or somebody else is removing or copying these files there.
         ValueError: ``out`` has a checkpoint of that number, or this one already; or it is of another format.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import copy_checkpoint, list_checkpoints, save_state_dict
+        >>> report = save_state_dict({"w": paddle.ones([2, 3])}, "checkpoint", unique_id=3)
+        >>> copied = copy_checkpoint("checkpoint", "kept")
+        >>> list_checkpoints("kept")
+        [3]
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
     bound, find_out = options.progress_timeout, functools.partial(as_storage, out)

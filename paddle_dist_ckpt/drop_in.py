@@ -81,6 +81,14 @@ def install(
 
     Raises:
         TypeError, ValueError: an argument is invalid. Nothing was replaced.
+
+    Examples:
+        >>> import paddle
+        >>> import paddle_dist_ckpt
+        >>> with paddle_dist_ckpt.install():
+        ...     report = paddle.distributed.save_state_dict({"w": paddle.ones([2, 3])}, "checkpoint")
+        >>> paddle_dist_ckpt.verify("checkpoint").ok
+        True
     """
     if unique_id_policy not in ("paddle", "next"):
         raise ValueError(f"unique_id_policy must be 'paddle' or 'next', not {unique_id_policy!r}")
@@ -115,6 +123,15 @@ def uninstall() -> None:
     """Undo the last :func:`install` that is in force, so that the functions from before it are back.
 
     Without one that is in force, it does nothing.
+
+    Examples:
+        >>> import paddle
+        >>> import paddle_dist_ckpt
+        >>> before = paddle.distributed.save_state_dict
+        >>> installed = paddle_dist_ckpt.install()
+        >>> paddle_dist_ckpt.uninstall()
+        >>> paddle.distributed.save_state_dict is before
+        True
     """
     from .paddle_adapter.patches import newest_replacement
 

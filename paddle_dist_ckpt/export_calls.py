@@ -117,6 +117,13 @@ def export_state_dict(
 
     Raises:
         What :func:`save_state_dict` and :func:`export` raise. Of ``out`` holds what holds of :func:`export`.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import export_state_dict
+        >>> report = export_state_dict({"model": {"w": paddle.ones([2, 3])}}, "exported", prefix="model")
+        >>> report.files, report.tensors
+        (('model.safetensors',), 1)
     """
     options = checked("options", options, SaveOptions) or SaveOptions()
     request = export_request(out, format, None, prefix, keys, dtype, max_shard_bytes)

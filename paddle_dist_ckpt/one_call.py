@@ -158,11 +158,6 @@ def model_state_dict(
 ) -> dict[str, Any]:
     """What was loaded of a model, as this run's model takes it; nothing else is in it, and nothing is missing.
 
-    ::
-
-        state = paddle_dist_ckpt.load("latest")
-        model.set_state_dict(paddle_dist_ckpt.model_state_dict(state["model"], model))
-
     Args:
         loaded: ``load(path)["model"]``, or that of ``load_merged_state_dict(path)``: whole tensors by structured name.
         model: A ``paddle.nn.Layer``, wrapped for data parallelism or not.
@@ -177,6 +172,13 @@ def model_state_dict(
         StateDictMismatchError: an entry of the model is missing, or has another shape or dtype, or is distributed in
             this run; lists every problem.
         TypeError: an argument is invalid.
+
+    Examples:
+        >>> import paddle, paddle_dist_ckpt
+        >>> model = paddle.nn.Linear(2, 3)
+        >>> report = paddle_dist_ckpt.save("checkpoint", model)
+        >>> state = paddle_dist_ckpt.load("checkpoint")
+        >>> taken = model.set_state_dict(paddle_dist_ckpt.model_state_dict(state["model"], model))
     """
     from .paddle_adapter import replicas, run_names
 
@@ -190,11 +192,7 @@ def optimizer_state_dict(loaded: Mapping[str, Any], model: Any, optimizer: Any) 
     """What was loaded of an optimizer under the names that Paddle has in this run, for ``optimizer.set_state_dict()``.
 
     A checkpoint names an optimizer's entries after the parameters (``fc.weight.moment1``); Paddle's own setter wants
-    ``linear_3.w_0_moment1_0``, which is another name in each run. ::
-
-        state = paddle_dist_ckpt.load("latest")
-        model.set_state_dict(state["model"])
-        optimizer.set_state_dict(paddle_dist_ckpt.optimizer_state_dict(state["optimizer"], model, optimizer))
+    ``linear_3.w_0_moment1_0``, which is another name in each run.
 
     An optimizer that has not taken a step gets its accumulators, as by a load into the object.
 
@@ -211,6 +209,14 @@ def optimizer_state_dict(loaded: Mapping[str, Any], model: Any, optimizer: Any) 
             in this run; lists every problem.
         UnsupportedValueError: the optimizer's setter does not take all of its state (LBFGS, LookAhead).
         TypeError: an argument is invalid.
+
+    Examples:
+        >>> import paddle, paddle_dist_ckpt
+        >>> model = paddle.nn.Linear(2, 3)
+        >>> optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+        >>> report = paddle_dist_ckpt.save("checkpoint", model, optimizer)
+        >>> state = paddle_dist_ckpt.load("checkpoint")
+        >>> optimizer.set_state_dict(paddle_dist_ckpt.optimizer_state_dict(state["optimizer"], model, optimizer))
     """
     from .paddle_adapter import replicas, run_names
 
@@ -327,6 +333,11 @@ def rng_state() -> dict[str, Any]:
 
     Raises:
         UnsupportedValueError: this Paddle cannot report the state of its CPU generator, as in Paddle 2.6.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import PerRank, rng_state, save_state_dict
+        >>> report = save_state_dict({"rng": PerRank(rng_state())}, "checkpoint")
     """
     from .paddle_adapter import random_state
 
@@ -341,6 +352,14 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
     Raises:
         ValueError: it is not such a state, or this process has other generators. Nothing has changed then.
+
+    Examples:
+        >>> import random
+        >>> from paddle_dist_ckpt import rng_state, set_rng_state
+        >>> state, number = rng_state(), random.random()
+        >>> set_rng_state(state)
+        >>> random.random() == number
+        True
     """
     from .paddle_adapter import random_state
 

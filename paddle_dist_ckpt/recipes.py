@@ -228,6 +228,16 @@ def stored(key: str) -> Recipe:
 
     Raises:
         TypeError: ``key`` is not a str.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict, stored
+        >>> report = save_state_dict({"old": paddle.ones([2, 3])}, "checkpoint")
+        >>> state = {"new": paddle.zeros([3, 2])}
+        >>> options = LoadOptions(recipes={"new": stored("old").T})
+        >>> report = load_state_dict(state, "checkpoint", options=options)
+        >>> float(state["new"].sum())
+        6.0
     """
     if not isinstance(key, str):
         raise TypeError(f"stored takes a flat key, not {key!r}")
@@ -241,6 +251,16 @@ def concat(*parts: Recipe | Sequence[Recipe], axis: int = 0) -> Recipe:
 
     Raises:
         TypeError, ValueError: there is none, one is no expression, or ``axis`` is not a number of an axis.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import LoadOptions, concat, load_state_dict, save_state_dict, stored
+        >>> report = save_state_dict({"q": paddle.ones([2, 3]), "k": paddle.zeros([2, 3])}, "checkpoint")
+        >>> state = {"qk": paddle.zeros([4, 3])}
+        >>> options = LoadOptions(recipes={"qk": concat(stored("q"), stored("k"))})
+        >>> report = load_state_dict(state, "checkpoint", options=options)
+        >>> state["qk"].sum(axis=1).tolist()
+        [3.0, 3.0, 0.0, 0.0]
     """
     if len(parts) == 1 and isinstance(parts[0], (list, tuple)):
         parts = tuple(parts[0])
@@ -254,6 +274,16 @@ def split(recipe: Recipe, count: int, axis: int = 0) -> tuple[Recipe, ...]:
 
     Raises:
         TypeError, ValueError: an argument is invalid.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict, split, stored
+        >>> report = save_state_dict({"qk": paddle.ones([4, 3])}, "checkpoint")
+        >>> state = {"q": paddle.zeros([2, 3]), "k": paddle.zeros([2, 3])}
+        >>> q, k = split(stored("qk"), 2)
+        >>> report = load_state_dict(state, "checkpoint", options=LoadOptions(recipes={"q": q, "k": k}))
+        >>> float(state["k"].sum())
+        6.0
     """
     _recipe(recipe)
     parts, axis = _number("count", count), _number("axis", axis)

@@ -35,6 +35,7 @@ from .messages import (
     ExchangeAnswer,
     ExchangeRequest,
     GoOnAnswer,
+    LoadAnswer,
     LoadRequest,
     Mismatch,
     WantedPaths,
@@ -118,9 +119,10 @@ class LoadCoordinator:
         _check_same_sources({rank: wanted[request.wanted] for rank, request in requests.items()})
         self._asked_keys = _keys_of(wanted.values()) if metadata.left_out else set()
         arranged = self._arranged(list(wanted.values()))
-        answers = {data: self._answering.answer(paths, arranged) for data, paths in wanted.items()}
-        thawed = self._answering.thawed()
-        answered = {data: encode(msgspec.structs.replace(one, thawed=thawed)) for data, one in answers.items()}
+        answered = {data: encode(self._answering.answer(paths, arranged)) for data, paths in wanted.items()}
+        if thawed := self._answering.thawed():
+            replace = functools.partial(msgspec.structs.replace, thawed=thawed)
+            answered = {data: encode(replace(decode(one, LoadAnswer))) for data, one in answered.items()}
         metadata.table.forget()
         return {rank: answered[request.wanted] for rank, request in requests.items()}
 
