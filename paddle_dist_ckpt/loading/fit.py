@@ -20,7 +20,8 @@ from ..files.reader import Consumer, StoredEntry
 from ..files.runs import OpenFile
 from ..planning.blocks import touched_blocks
 from ..planning.load_plan import WantedBoxes, plan_load
-from ..tree.paths import parse_path, plain_key
+from ..tree.paths import plain_key
+from .lacking import lacking_entries
 from .messages import LoadAnswer, Mismatch, ShardNeeds
 from .recipes import expand
 from .repeated import differing
@@ -87,23 +88,14 @@ class Fit:
 
         They would do so when all tensors are filled.
         """
-        found: set[str] = set()
-        if not self.wanted.needed:
-            return found
-        renamed = chain.from_iterable(self.answer.renamed.values())
-        stored = list(map(parse_path, {*self.answer.values, *self._table.paths, *renamed}))
-        for path, needed in self.wanted.needed.items():
-            if path in self.untouched:
-                continue
-            above = parse_path(path)
-            there = {one[len(above)] for one in stored if one[: len(above)] == above and len(one) > len(above)}
-            if lacking := [entry for entry in needed if entry not in there]:
-                found.add(path)
-                key, may_be_missing = plain_key(path), self.wanted.may_be_missing
-                problem = Mismatch(key, f"{key}: what is stored lacks {', '.join(lacking)}, {NEEDED}")
-                is_left = may_be_missing(key) or all(may_be_missing(f"{key}.{entry}") for entry in lacking)
-                (self.wanted.left if is_left else self.problems).append(problem)
-        return found
+        wanted, renamed = self.wanted, chain.from_iterable(self.answer.renamed.values())
+        found = lacking_entries(wanted.needed, {*self.answer.values, *self._table.paths, *renamed}, self.untouched)
+        for path, lacking in found.items():
+            key = plain_key(path)
+            problem = Mismatch(key, f"{key}: what is stored lacks {', '.join(lacking)}, {NEEDED}")
+            is_left = wanted.may_be_missing(key) or all(wanted.may_be_missing(f"{key}.{entry}") for entry in lacking)
+            (wanted.left if is_left else self.problems).append(problem)
+        return set(found)
 
     def _plan(self) -> None:
         """Fill the columns: ``_target``, ``_shard``, ``_like``, ``_nbytes`` and ``_entry_bytes`` are ``[needs]``;

@@ -164,9 +164,10 @@ def test_a_list_of_a_managers_folder_is_empty_and_says_why(tmp_path: Path, caplo
     latest = f"pass {tmp_path}/run/step-00000010, the latest, or call CheckpointManager('{tmp_path}/run').all_steps()"
     assert record.getMessage().endswith(f"it is a CheckpointManager's folder with steps 5, 10: {latest}")
     save_alone({"n": 1}, tmp_path / "run")  # a checkpoint beside the steps
+    assert "the steps of a CheckpointManager as well" in caplog.records[1].getMessage()
     assert list_checkpoints(tmp_path / "run") == [0]
     assert list_checkpoints(step_folder(tmp_path / "run", 10)) == [10]
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 2
 
 
 def test_a_manager_is_given_the_folder_of_the_steps(tmp_path: Path) -> None:
