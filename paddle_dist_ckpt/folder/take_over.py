@@ -22,7 +22,7 @@ __all__ = ["take_over"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 
 
-class Heir(Protocol):
+class _Heir(Protocol):
     """Who takes over what the claims of dead saves say: a lease."""
 
     @property
@@ -49,7 +49,7 @@ class Heir(Protocol):
         ...
 
 
-def take_over(heir: Heir, dead: DeadClaims) -> set[str]:
+def take_over(heir: _Heir, dead: DeadClaims) -> set[str]:
     """Make the removal of dead saves' files the business of a lease.
 
     IMPORTANT: the dead saves' claims go before any of their files do, and the lease's says what they said before they
@@ -111,7 +111,7 @@ def _replaced_yet(
     return set(filter(is_replaced_yet, {record.save for record in dead.records.values() if record.save in committed}))
 
 
-def _settle(heir: Heir, taken: Sequence[Statement]) -> None:
+def _settle(heir: _Heir, taken: Sequence[Statement]) -> None:
     """Find out which files nobody needs any more, of those that dead saves' claims have spoken of."""
     # IMPORTANT: what another claim answers for is that one's, and it may be of somebody who lives. Looked at before it
     # is looked at what is committed: who has committed something ends its claim after that.
@@ -123,7 +123,7 @@ def _settle(heir: Heir, taken: Sequence[Statement]) -> None:
     heir.say([], [save for save in found if not (save in committed or save in kept)])
 
 
-def _put_aside(heir: Heir, said: Statement, committed: Collection[str]) -> bool:
+def _put_aside(heir: _Heir, said: Statement, committed: Collection[str]) -> bool:
     """Do what a dead save has not done for a checkpoint of Paddle's; returns whether that could be done."""
     if said.of_paddle is not None and said.save in committed:
         try:
@@ -134,7 +134,7 @@ def _put_aside(heir: Heir, said: Statement, committed: Collection[str]) -> bool:
     return True
 
 
-def _leave(heir: Heir, taken: Sequence[Statement], committed: Collection[str]) -> None:
+def _leave(heir: _Heir, taken: Sequence[Statement], committed: Collection[str]) -> None:
     """Leave what is not certain to a later save: the lease's claim speaks of its save, too."""
     if taken:
         heir.pass_on([said.without(committed) for said in taken])

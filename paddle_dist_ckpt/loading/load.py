@@ -38,7 +38,7 @@ from ..folder.checkpoint import read_checkpoint
 from ..reports import LoadReport, loaded_line
 from ..tree.building import assign_all, build_tree
 from ..tree.paths import is_own, parent_of, plain_key
-from ..tree.state_dict import Leaves, PerRank, flatten
+from ..tree.state_dict import Adapter, Leaves, PerRank, flatten
 from ..tree.values import from_jsonable
 from .exchange_parts import ExchangeParts, Replaced
 from .fit import Fit
@@ -88,9 +88,10 @@ def load(
         scan: Finds the leaves that are asked for; None for all of the state_dict.
         read: See :class:`LeavesLoad`.
     """
-    fresh = functools.cache(lambda: flatten(state_dict, context.adapter)) if scan is None else None
-    scan = scan or fresh
-    assert scan is not None
+    thaw = None
+    if scan is None:
+        scan = found = functools.cache(lambda: flatten(state_dict, context.adapter))
+        thaw = functools.partial(_thaw, found, context.adapter)
 
     def restore(values: Mapping[str, Any], missing: Container[str]) -> None:
         for opened, state in assign_all(state_dict, scan(), values):
@@ -115,17 +116,18 @@ def load(
             raise CheckpointError(f"master weights that are not stored could not be set: {error}") from error
         return {path for path, token in tokens.items() if path in lacking and token in found}
 
-    def thaw(pairs: Sequence[tuple[str, str]]) -> None:
-        leaves, adapter = scan(), context.adapter
-        tensors = dict(zip(leaves.tensor_paths, leaves.tensors, strict=True))
-        for opened in leaves.objects:
-            parameters = [tensors[path] for optimizer, path in pairs if optimizer == opened.path and path in tensors]
-            if parameters:
-                adapter.make_entries(opened.value, list(map(adapter.token, parameters)))
-        if fresh is not None:
-            fresh.cache_clear()
+    return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read, renew, thaw).run()
 
-    return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read, renew, thaw if fresh else None).run()
+
+def _thaw(scan: Any, adapter: Adapter, pairs: Sequence[tuple[str, str]]) -> None:
+    """See :attr:`LeavesLoad.thaw`. ``scan`` is cached, and finds the leaves anew afterwards."""
+    leaves = scan()
+    tensors = dict(zip(leaves.tensor_paths, leaves.tensors, strict=True))
+    for opened in leaves.objects:
+        parameters = [tensors[path] for optimizer, path in pairs if optimizer == opened.path and path in tensors]
+        if parameters:
+            adapter.make_entries(opened.value, list(map(adapter.token, parameters)))
+    scan.cache_clear()
 
 
 @dataclass(slots=True)
@@ -188,11 +190,7 @@ class LeavesLoad:
         """All rounds. Each takes what those before it have come to."""
         tally = self._files.tally
         with tally.phase("plan"):
-            wanted, answer = self._ask("request", self._request, LoadAnswer, LoadCoordinator.request)
-            if answer.thawed and self.thaw is not None:
-                self.thaw(answer.thawed)
-                self.thaw = None  # what no entries were made for now has none
-                wanted, answer = self._ask("request", self._request, LoadAnswer, LoadCoordinator.request)
+            wanted, answer = self._wanted()
             answers = [answer]  # to be taken from there: who plans drops the columns where they have been read
             plan = functools.partial(self._plan, wanted, answers)
             del answer
@@ -276,6 +274,15 @@ class LeavesLoad:
         answer: Callable[[LoadCoordinator, Messages], Messages],
     ) -> tuple[T, A]:
         return ask(self.context.session, name, local, kind, only_on(self._coordinator, answer))
+
+    def _wanted(self) -> tuple[WantedState, LoadAnswer]:
+        """What this rank wants, and what there is of it."""
+        wanted, answer = self._ask("request", self._request, LoadAnswer, LoadCoordinator.request)
+        if answer.thawed and self.thaw is not None:
+            self.thaw(answer.thawed)
+            self.thaw = None  # once: if entries were not made now, there are none
+            return self._wanted()
+        return wanted, answer
 
     def _request(self) -> tuple[WantedState, LoadRequest]:
         wanted = collect(self.scan(), self.context.adapter, self.context.options, self.context.arranger)

@@ -37,6 +37,8 @@ _BYTES_OF_STEP = 10  # of a text: its bytes on the disk are worth as much, and i
 _STEPS_OF_DICT, _STEPS_OF_LARGE = 10, 6  # of a dict that gets its first entry, of each item of a large one
 _STEPS_OF_LINE, _STEPS_OF_POP, _STEPS_OF_BYTES = 8, 4, 5
 _STEPS_OF_NEW = 6  # of a container, or of an object
+_STEPS_OF_ARGUMENT = 4  # of a function, which may copy what is in it:
+_STEPS_OF_ITEM: dict[type, int] = {list: 1, tuple: 1, dict: 2}
 _SMALL_DICT = 64  # items
 _SHARED = 1 << 16  # items and characters that functions may be given beyond the bytes that were read
 _MANY = 1 << 20  # references in the memo and on the stack that there may be whatever was read
@@ -305,7 +307,7 @@ class Machine:
 
     def spend(self, value: Any) -> None:
         size = len(value) if isinstance(value, (str, list, tuple, dict)) else 0
-        self.steps += 4 + (0 if isinstance(value, str) else 2 * size if type(value) is dict else size)
+        self.steps += _STEPS_OF_ARGUMENT + _STEPS_OF_ITEM.get(type(value), 0) * size
         self.spent += 1 + size
         if self.spent > self.worth:
             self.worth = self.window.taken + _SHARED

@@ -15,7 +15,7 @@ from .window import WindowedFile
 __all__ = ["PickledLeaf", "leaves"]
 
 _MOST_DEPTH = 64
-_MOST_OF_HOLES = 16 << 20  # of what was skipped, as a file may be compressed on the disk
+_MOST_BEYOND = 16 << 20  # of what was skipped, if a file has less on the disk: it may be compressed there
 _CHEAP = 4  # characters of texts and paths that are counted as one step
 _STEPS, _STEPS_OF_CONTAINER = 4, 24
 _PLAIN = (type(None), bool, int, float, complex, str)
@@ -47,7 +47,7 @@ class _Tree:
 
     def __init__(self, file: WindowedFile) -> None:
         self._file = file
-        self._unread = min(file.size, max(file.on_disk, _MOST_OF_HOLES))  # bytes of what was skipped
+        self._unread = min(file.size, max(file.on_disk, _MOST_BEYOND))  # bytes of what was skipped
         self._has_array: dict[int, bool] = {}
 
     def below(self, path: tuple[Part, ...], value: Any) -> Iterator[PickledLeaf]:
