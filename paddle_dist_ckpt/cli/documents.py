@@ -19,6 +19,9 @@ _TOGETHER = 1000  # numbers, or as much of something else, that become text at o
 _LETTERS_EACH = 64  # of a text weigh as much as a number
 _FACTS = 20  # is about what a row of facts weighs
 _PIECE = 1 << 16  # letters that are printed at once
+_INT64 = range(-(2**63) + 1, 2**63)
+_ALIKE = frozenset({int, bool, type(None)})
+"""Types of values that are JSON as they are, if they are not too large, of which lists may have millions."""
 
 
 def print_json(document: Any) -> None:
@@ -81,6 +84,8 @@ def _groups(value: Any) -> Iterator[tuple[Any, bool]]:
 
 def _weight(value: Any, most: int) -> int:
     """How much text becomes of a value, in numbers; it is not looked at any further where it is more than ``most``."""
+    if type(value) in _ALIKE:
+        return 1
     if isinstance(value, str):
         return 1 + len(value) // _LETTERS_EACH
     items: Iterable[Any]
@@ -102,16 +107,20 @@ def _text(value: Any, indent: str) -> str:
     import msgspec
 
     text = msgspec.json.format(msgspec.json.encode(_plain(value)), indent=2).decode()
-    return f"\n{indent}".join(escaped(line, _escape) for line in text.split("\n"))
+    lines = text.split("\n")
+    as_is = text.isascii() and "\x7f" not in text  # JSON itself escapes the others
+    return f"\n{indent}".join(lines if as_is else [escaped(line, _escape) for line in lines])
 
 
 def _plain(value: Any) -> Any:
     """A value in what JSON has: what it lacks becomes text."""
+    if type(value) is int and value in _INT64:
+        return value
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, str):
         return encodable(value)
-    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**63):
+    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and value in _INT64):
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]

@@ -17,6 +17,8 @@ __all__ = ["Adapter", "Leaves", "PerRank", "flatten"]
 _MAX_DEPTH = 200
 _KEYS = "keys above a tensor must be str or int (of 64 bits)"
 _INT64 = range(-(2**63), 2**63)
+_PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
+"""Types of values that are leaves, of which lists may have millions."""
 
 
 @dataclass(slots=True)
@@ -272,9 +274,9 @@ def _shown(key: Any) -> str:
     return "of more than 64 bits" if type(key) is int else repr(key)[:80]
 
 
-def _holds(values: Iterable[Any], is_apart: Callable[[Any], bool], seen: set[int]) -> bool:
+def _holds(values: Collection[Any], is_apart: Callable[[Any], bool], seen: set[int]) -> bool:
     """Whether one such is among the values or in containers among them. ``seen`` are containers without one."""
-    for value in values:
+    for value in values if not _PLAIN.issuperset(map(type, values)) else ():
         if is_apart(value):
             return True
         if not isinstance(value, (dict, list, tuple)) or id(value) in seen:

@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "what JSON lacks": [float("nan"), float("inf"), 2**70, b"ab", 1 + 2j, -0.0],
     "rows": [Facts("a", [1, 2]), Facts("b", [{"c": [7] * 3000}])],
     "a key of much": {"k" * 100_000: 1, "l": []},
+    "a hidden character": "a\x7fb",
     "nothing": [],
 }
 
@@ -47,6 +48,7 @@ def test_the_text_does_not_depend_on_its_pieces(
             texts.append(capsys.readouterr().out)
     assert texts == texts[:2] * 4
     assert texts[0].isascii() or "é" in texts[0]
+    assert "\x7f" not in texts[0]
     assert json.loads(texts[0])["key"] == "a"
     assert "\n  " in texts[0]
 

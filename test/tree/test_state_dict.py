@@ -66,6 +66,20 @@ def test_containers_of_tensors_are_taken_apart_and_others_are_leaves() -> None:
     ]
 
 
+def test_items_of_long_lists_are_not_asked_about_one_by_one() -> None:
+    asked = list[Any]()
+
+    class Asking(Adapter):
+        def is_object(self, value: Any) -> bool:
+            asked.append(value)
+            return False
+
+    numbers = [*range(10_000)]
+    found = flatten({"lists": [numbers, {"inner": numbers}], "mixed": [*numbers, object()]}, Asking())
+    assert found.value_paths == ["/lists", "/mixed"]
+    assert sum(type(value) is int for value in asked) == 10_000, "those beside something else, once"
+
+
 state_keys = st.one_of(st.text(max_size=3), st.text(st.sampled_from("~/.0i"), max_size=3), st.integers(-3, 3))
 leaves = st.one_of(
     st.builds(Tensor), st.none(), st.integers(), st.just([]), st.just({}), st.just(()), st.text(max_size=2)
