@@ -93,16 +93,20 @@ class Recipe:
         """The same with its axes in reverse order."""
         return Permuted(self, None)
 
-    def permute(self, *axes: int) -> Recipe:
+    def permute(self, *axes: int | Sequence[int]) -> Recipe:
         """The same with its axes in another order: dimension ``d`` of the result is dimension ``axes[d]`` of this.
+
+        Negative ones count from the last axis. A list or tuple of them may be passed as the only argument.
 
         Raises:
             TypeError, ValueError: these are not all numbers of axes, each once.
         """
-        order = tuple(_number("an axis", axis) for axis in axes)
-        if sorted(order) != list(range(len(order))):
+        given = axes[0] if len(axes) == 1 and isinstance(axes[0], (list, tuple)) else axes
+        order = tuple(_integer("an axis", axis) for axis in given)
+        counted = tuple(axis + len(order) if axis < 0 else axis for axis in order)
+        if sorted(counted) != list(range(len(order))):
             raise ValueError(f"permute{order}: each axis is due once, from 0 to {len(order) - 1}")
-        return Permuted(self, order)
+        return Permuted(self, counted)
 
     def cast(self, dtype: Any) -> Recipe:
         """The same in another element type, such as ``"bfloat16"`` or ``paddle.bfloat16``; rounded to the nearest
@@ -117,15 +121,14 @@ class Recipe:
         return Cast(self, name)
 
     def __getitem__(self, index: slice | EllipsisType | tuple[slice | EllipsisType, ...]) -> Recipe:
-        """A part of it, by a slice without a step for each of the first dimensions.
+        """A part of it, by a slice without a step for each of the first dimensions, and, behind ``...``, of the last.
 
         Raises:
-            TypeError: something else than a slice.
+            TypeError: something else than a slice, or several ``...``.
         """
         items = index if isinstance(index, tuple) else (index,)
-        if items and items[-1] is Ellipsis:
-            items = items[:-1]
-        return Sliced(self, tuple(map(_bounds, items)))
+        first = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+        return Sliced(self, tuple(map(_bounds, items[:first])), tuple(map(_bounds, items[first + 1 :])))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -169,14 +172,19 @@ class Permuted(Operation):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Sliced(Operation):
-    """A part of an expression: for each of the first dimensions where it starts and stops, None for its ends."""
+    """A part of an expression: for each of the first dimensions, and of the last, where it starts and stops, None for
+    its ends."""
 
     bounds: tuple[tuple[int | None, int | None], ...]
+    last: tuple[tuple[int | None, int | None], ...] = ()
 
     def text(self, inner: Sequence[str]) -> str:
         """See :class:`Recipe`."""
-        slices = (f"{'' if a is None else a}:{'' if b is None else b}" for a, b in self.bounds)
-        return f"{inner[0]}[{', '.join(slices)}]"
+        first, last = (
+            [f"{'' if a is None else a}:{'' if b is None else b}" for a, b in bounds]
+            for bounds in (self.bounds, self.last)
+        )
+        return f"{inner[0]}[{', '.join([*first, *['...'] * bool(last or not first), *last])}]"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -247,10 +255,10 @@ def stored(key: str) -> Recipe:
 def concat(*parts: Recipe | Sequence[Recipe], axis: int = 0) -> Recipe:
     """Expressions one behind the other along an axis, for a recipe. They are alike in shape but for it, and in dtype.
 
-    A list or tuple of them may be passed as the only part.
+    A list or tuple of them may be passed as the only part. A negative axis counts from the last one.
 
     Raises:
-        TypeError, ValueError: there is none, one is no expression, or ``axis`` is not a number of an axis.
+        TypeError, ValueError: there is none, one is no expression, or ``axis`` is not an integer.
 
     Examples:
         >>> import paddle
@@ -266,11 +274,11 @@ def concat(*parts: Recipe | Sequence[Recipe], axis: int = 0) -> Recipe:
         parts = tuple(parts[0])
     if not parts:
         raise ValueError("concat needs a part")
-    return Concat(tuple(map(_recipe, parts)), _number("axis", axis))
+    return Concat(tuple(map(_recipe, parts)), _integer("axis", axis))
 
 
 def split(recipe: Recipe, count: int, axis: int = 0) -> tuple[Recipe, ...]:
-    """An expression cut into ``count`` equal parts along an axis, for recipes.
+    """An expression cut into ``count`` equal parts along an axis, for recipes. A negative axis counts from the last.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -286,9 +294,9 @@ def split(recipe: Recipe, count: int, axis: int = 0) -> tuple[Recipe, ...]:
         6.0
     """
     _recipe(recipe)
-    parts, axis = _number("count", count), _number("axis", axis)
+    parts, axis = _integer("count", count), _integer("axis", axis)
     if parts < 1:
-        raise ValueError("split into no part")
+        raise ValueError(f"split into {parts} parts")
     return tuple(SplitPart(recipe, parts, axis, i) for i in range(parts))
 
 
@@ -370,20 +378,19 @@ def _recipe(value: object) -> Recipe:
     return value
 
 
-def _number(name: str, value: int) -> int:
-    """A number from 0 on, of whatever integer type."""
+def _integer(name: str, value: object) -> int:
+    """An integer of whatever type."""
     try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        number = -1
-    if number < 0:
-        raise TypeError(f"{name} must be an integer from 0 on, not {value!r}")
-    return number
+        pass
+    raise TypeError(f"{name} must be an integer, not {value!r}")
 
 
 def _bounds(item: slice | EllipsisType) -> tuple[int | None, int | None]:
     if not isinstance(item, slice) or item.step not in (None, 1):
-        raise TypeError(f"a recipe is indexed by slices without a step, and perhaps ... at the end, not by {item!r}")
+        raise TypeError(f"a recipe is indexed by slices without a step, and one ... at most, not by {item!r}")
     try:
         start, stop = (None if end is None else operator.index(end) for end in (item.start, item.stop))
     except TypeError:

@@ -148,10 +148,12 @@ def _permuted(one: Permuted, inner: Made) -> Made:
 
 def _window(one: Sliced, shape: Sequence[int]) -> Box:
     """The box that slices cut out of a tensor."""
-    if len(one.bounds) > len(shape):
-        raise RecipeError(f"{_short(one)}: {len(one.bounds)} slices for a tensor of shape {list(shape)}")
+    count = len(one.bounds) + len(one.last)
+    if count > len(shape):
+        raise RecipeError(f"{_short(one)}: {count} slices for a tensor of shape {list(shape)}")
     offset, extent = [0] * len(shape), list(shape)
-    for d, (start, stop) in enumerate(one.bounds):
+    between = [(None, None)] * (len(shape) - count)
+    for d, (start, stop) in enumerate([*one.bounds, *between, *one.last]):
         low, high = (_place(end, shape[d], rest) for end, rest in ((start, 0), (stop, shape[d])))
         if not 0 <= low <= high <= shape[d]:
             raise RecipeError(f"{_short(one)}: no such part of a tensor of shape {list(shape)}")
@@ -166,12 +168,12 @@ def _place(end: int | None, length: int, rest: int) -> int:
 
 def _share(one: SplitPart, shape: Sequence[int]) -> Box:
     """The box of one of several equal parts."""
-    _check_axis(one, one.axis, shape)
-    step, left = divmod(shape[one.axis], one.count)
+    axis = _axis(one, one.axis, shape)
+    step, left = divmod(shape[axis], one.count)
     if left:
-        raise RecipeError(f"{_short(one)}: {shape[one.axis]} elements along axis {one.axis} make no {one.count} parts")
+        raise RecipeError(f"{_short(one)}: {shape[axis]} elements along axis {axis} make no {one.count} parts")
     offset, extent = [0] * len(shape), list(shape)
-    offset[one.axis], extent[one.axis] = step * one.number, step
+    offset[axis], extent[axis] = step * one.number, step
     return Box(tuple(offset), tuple(extent))
 
 
@@ -182,11 +184,10 @@ def _cut(inner: Made, window: Box) -> Made:
 
 
 def _joined(one: Concat, inner: Sequence[Made]) -> Made:
-    first, axis = inner[0], one.axis
+    first, axis = inner[0], _axis(one, one.axis, inner[0].shape)
     parts: list[Part] = []
     length = 0
     for made, part in zip(inner, one.parts, strict=True):
-        _check_axis(one, axis, made.shape)
         if len(made.shape) != len(first.shape) or any(
             a != b for d, (a, b) in enumerate(zip(made.shape, first.shape, strict=True)) if d != axis
         ):
@@ -224,9 +225,11 @@ def _is_exact(stored: DType, wanted: DType) -> bool:
     return bool(np.can_cast(arithmetic_dtype(stored), arithmetic_dtype(wanted), "safe"))
 
 
-def _check_axis(one: Recipe, axis: int, shape: Sequence[int]) -> None:
-    if axis >= len(shape):
+def _axis(one: Recipe, axis: int, shape: Sequence[int]) -> int:
+    """The number of an axis, counted from the first."""
+    if not -len(shape) <= axis < len(shape):
         raise RecipeError(f"{_short(one)}: no axis {axis} in a tensor of shape {list(shape)}")
+    return axis % len(shape)
 
 
 def _short(one: Recipe) -> str:

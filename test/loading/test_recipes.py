@@ -85,6 +85,15 @@ MADE: dict[str, tuple[Recipe, Callable[[Arrays], np.ndarray]]] = {
     ),
     "sliced": (stored("w")[1:5, -7:], lambda s: s["w"][1:5, -7:]),
     "sliced with dots": (stored("w")[2:, ...], lambda s: s["w"][2:]),
+    "sliced behind dots": (stored("cube")[..., -3:-1], lambda s: s["cube"][..., -3:-1]),
+    "sliced around dots": (stored("cube")[1:, ..., :2], lambda s: s["cube"][1:, ..., :2]),
+    "sliced by dots alone": (stored("q")[...], lambda s: s["q"]),
+    "sliced around nothing": (stored("q")[1:, ..., :2], lambda s: s["q"][1:, :2]),
+    "permuted from the last axis": (stored("cube").permute([-1, 0, -2]), lambda s: s["cube"].transpose(2, 0, 1)),
+    "last axes": (
+        concat(split(stored("cube"), 5, axis=-1)[2], stored("cube"), axis=-1),
+        lambda s: np.concatenate([s["cube"][..., 2:3], s["cube"]], axis=-1),
+    ),
     "slice of a permutation": (stored("cube").T[1:4, :, 2:], lambda s: s["cube"].T[1:4, :, 2:]),
     "permutation of a slice": (
         stored("cube")[1:, 1:3].permute(1, 2, 0),
@@ -328,6 +337,11 @@ def test_casts(folder: Path, tmp_path: Path) -> None:
         (stored("k")[:5], (5, 6), "float32", False, ["stored('k')[:5]", "no such part"]),
         (stored("k")[3:1], (0, 6), "float32", False, ["no such part"]),
         (stored("k")[:, :, :1], (4, 6), "float32", False, ["3 slices"]),
+        (stored("k")[:, :, ..., :1], (4, 6), "float32", False, ["3 slices", "stored('k')[:, :, ..., :1]"]),
+        (stored("k")[..., 7:], (4, 0), "float32", False, ["no such part", "stored('k')[..., 7:]"]),
+        (split(stored("q"), 2, axis=-3)[0], (2, 6), "float32", False, ["no axis -3", "[8, 6]"]),
+        (split(stored("q"), 4, axis=-1)[0], (8, 1), "float32", False, ["6 elements along axis 1 make no 4 parts"]),
+        (concat(stored("scalar"), axis=-1), (), "float32", False, ["no axis -1"]),
         (split(stored("q"), 3)[0], (2, 6), "float32", False, ["8 elements along axis 0 make no 3 parts"]),
         (split(stored("q"), 2, axis=2)[0], (2, 6), "float32", False, ["no axis 2"]),
         (
@@ -561,12 +575,12 @@ def test_what_does_not_fit_is_what_a_load_would_say(folder: Path) -> None:
         lambda: stored("q")[0],  # type: ignore[index]
         lambda: stored("q")[::2],
         lambda: stored("q")["a":"b"],  # type: ignore[misc]
-        lambda: stored("q")[..., :1],
+        lambda: stored("q")[..., :1, ...],
         lambda: stored("q").permute("0"),  # type: ignore[arg-type]
         lambda: stored("q").cast(np.float32),  # type: ignore[arg-type]
-        lambda: stored("q").permute(-1, 0),
+        lambda: stored("q").permute(True, False),
         lambda: concat("q", "k"),  # type: ignore[arg-type]
-        lambda: concat(stored("q"), axis=-1),
+        lambda: concat(stored("q"), axis=None),  # type: ignore[arg-type]
         lambda: concat(stored("q"), axis=True),
         lambda: split("q", 2),  # type: ignore[arg-type]
         lambda: split(stored("q"), 1.5),  # type: ignore[arg-type]
@@ -595,6 +609,9 @@ def test_a_list_may_be_what_is_concatenated(several: Any) -> None:
         lambda: split(stored("q"), 0),
         lambda: stored("q").permute(0, 0),
         lambda: stored("q").permute(1, 2),
+        lambda: stored("q").permute(-1, 1),
+        lambda: stored("q").permute(0, -3),
+        lambda: split(stored("q"), -1),
         lambda: LoadOptions(recipes={"a.{i}": stored("b.{j}")}),
         lambda: LoadOptions(recipes={"a": stored("b.{j}")}),
         lambda: LoadOptions(recipes={"a": functools.reduce(lambda one, _: one.T, range(300), stored("b"))}),
@@ -607,13 +624,16 @@ def test_impossible_expressions(make: Callable[[], Any]) -> None:
 
 def test_expressions_are_values() -> None:
     def one() -> Recipe:
-        return concat(stored("a").T, split(stored("b")[1:, :-2], 2, axis=1)[1].cast("float32").permute(1, 0), axis=1)
+        cut = stored("b")[1:, ..., :-2]
+        return concat(stored("a").T, split(cut, 2, axis=1)[1].cast("float32").permute(1, 0), axis=-1)
 
     assert one() == one()
     assert hash(one()) == hash(one())
     assert str(one()) == (
-        "concat(stored('a').T, split(stored('b')[1:, :-2], 2, axis=1)[1].cast('float32').permute(1, 0), axis=1)"
+        "concat(stored('a').T, split(stored('b')[1:, ..., :-2], 2, axis=1)[1].cast('float32').permute(1, 0), axis=-1)"
     )
+    assert str(stored("b")[...]) == "stored('b')[...]"
+    assert stored("b")[1:, ..., :2] != stored("b")[1:, :2]
 
 
 # -- what is arranged by somebody else
