@@ -490,7 +490,10 @@ def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[Mismatch]:
         if present == _PRESENT["none"] and found.startswith((A_TENSOR, OF_TENSORS)):
             key = moved or plain_key(path)
             which = f"prefix={key!r}" if found.startswith(OF_TENSORS) else f"keys={key!r}"
-            hint = f"; None takes values only: pass tensors to be filled, or call load_merged_state_dict(path, {which})"
+            hint = (
+                "; None takes values only: pass tensors or numpy arrays to be filled, or call "
+                f"load_merged_state_dict(path, {which})"
+            )
         text = f"the state_dict has {has}, in the checkpoint it is {found}{looked}{hint}"
         problems.append(Mismatch.at(path, text))
     return problems

@@ -87,7 +87,8 @@ class MismatchCheck:
             return ["the state_dict has no entries, so nothing is loaded"] if self.metadata.table.paths else []
         return [
             f"{key or 'the state_dict'} has no tensors, so none of the {count} that are stored there are loaded; an "
-            "optimizer's state_dict() is empty before its first step: pass the optimizer itself, beside its model"
+            "optimizer's state_dict() is empty before its first step: pass the optimizer itself, beside its model, or "
+            "nothing for one without a state, such as SGD"
             for key, count in self.answering.nothing_asked().items()
         ]
 

@@ -106,6 +106,8 @@ def to_jsonable(value: Any, key: _Place, depth: int = 0) -> Any:
     advice = next((f"{how}, or " for types, how in _ADVICE if isinstance(value, types)), "")
     if not advice and dataclasses.is_dataclass(value) and not isinstance(value, type):
         advice = "dataclasses.asdict(x), or "
+    elif kind.__name__ == "GeneratorState":  # one of Paddle's, which is not imported here
+        advice = "PerRank(paddle_dist_ckpt.rng_state()), or "
     elif not advice and hasattr(kind, "__array__"):
         advice = "numpy.asarray(x), or "
     raise UnsupportedValueError(

@@ -167,7 +167,7 @@ def test_none_where_tensors_are_stored(tmp_path: Path, wanted: dict[str, Any], k
     with pytest.raises(StateDictMismatchError) as caught:
         loaded(tmp_path, wanted, key_map)
     (problem,) = caught.value.problems
-    assert "pass tensors to be filled" in problem
+    assert "pass tensors or numpy arrays to be filled" in problem
     assert f"load_merged_state_dict{call}" in problem
 
 

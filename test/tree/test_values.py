@@ -200,6 +200,7 @@ class Config:
         (bytearray(b"x"), "bytes(x)"),
         (Config(), "dataclasses.asdict(x)"),
         (LikeAnArray(), "numpy.asarray(x)"),
+        (type("GeneratorState", (), {})(), "PerRank(paddle_dist_ckpt.rng_state())"),
         (Config, None),
         (object(), None),
     ],
