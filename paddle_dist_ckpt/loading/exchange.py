@@ -23,9 +23,9 @@ from ..errors import CollectiveError
 from ..files.reader import Consumer, StoredEntry, entry_tasks
 from ..planning.exchange_plan import ALL
 from .exchange_messages import ALONE_BYTES, Address, Message, messages_of, needs_of
-from .fit import Fit
 from .in_flight import note_in_flight
 from .messages import ExchangeRound, ShardOrder
+from .needs import Needs
 from .small_items import SmallItems, batches_of
 from .staging import RoundStaging
 
@@ -54,7 +54,7 @@ class Exchange:
     """
 
     session: ControlSession
-    fit: Fit
+    needs: Needs
     files: DataFiles
     copies: Copies
     staging_bytes: int
@@ -76,7 +76,7 @@ class Exchange:
         if self._reading.acquire(timeout=_LONGEST_READ):
             self._reading.release()
         else:
-            note_in_flight(*self.fit.targets.stretches, self._reading.locked)
+            note_in_flight(*self.needs.targets.stretches, self._reading.locked)
         with self._filling:
             memory = self._receiving
         if memory is not None:
@@ -96,8 +96,8 @@ class Exchange:
 
         Not so with tensors on a device: their rows are in host memory only in rounds that bring something for them.
         """
-        rows = [self.fit.rows_on_device(needs_of(one)) for one in rounds]
-        staging = RoundStaging(self.fit.targets, self.copies, rows, self.staging_bytes, self.begun)
+        rows = [self.needs.rows_on_device(needs_of(one)) for one in rounds]
+        staging = RoundStaging(self.needs.targets, self.copies, rows, self.staging_bytes, self.begun)
         messages = [messages_of(one) for one in rounds]
         self._on_host = not any(map(len, rows))
         ahead = _ReadingAhead([functools.partial(self._read, one, i) for i, one in enumerate(messages)])
@@ -134,14 +134,14 @@ class Exchange:
             if is_sent:
                 in_place = self._whole_target(message)
                 outgoing[address] = (
-                    self._buffer((address, number % 2), message.nbytes(self.fit)) if in_place is None else in_place
+                    self._buffer((address, number % 2), message.nbytes(self.needs)) if in_place is None else in_place
                 )
             for unit, parcel in message.parts:
                 assert unit.shard is not None, "a reader is told what it reads"
                 box, shard = parcel.box, unit.shard
                 entry, consumers = entries.setdefault((shard.file, shard.start), (self._entry(shard), []))
                 if parcel.row >= 0:
-                    consumers.append(self.fit.consumer(parcel.row, box))
+                    consumers.append(self.needs.consumer(parcel.row, box))
                 if is_sent and in_place is None:
                     # A parcel may start anywhere in the message; numpy copies unaligned items as well.
                     packed = np.frombuffer(outgoing[address], entry.dtype.raw, box.size, at).reshape(box.shape)
@@ -149,7 +149,7 @@ class Exchange:
                     at += packed.nbytes
             if message.pack is not None:
                 items.append(
-                    message.sent(address_of(outgoing[address]) + at) if is_sent else self.fit.items(message.kept)
+                    message.sent(address_of(outgoing[address]) + at) if is_sent else self.needs.items(message.kept)
                 )
         try:
             with self._reading:
@@ -163,7 +163,7 @@ class Exchange:
         self, entries: Iterable[tuple[StoredEntry, Sequence[Consumer]]], items: Sequence[SmallItems]
     ) -> Iterator[Callable[[], None]]:
         """Tasks that read entries and items, nothing between them: that may be what another rank reads."""
-        buffers, block_bytes = Buffers(1), self.fit.answer.block_bytes
+        buffers, block_bytes = Buffers(1), self.needs.block_bytes
         yield from entry_tasks(entries, block_bytes, buffers, self.progress, joined=False)
         for batch in batches_of(items, self.files.opened, block_bytes):
             yield from batch.tasks(buffers, self.progress, joined=False)
@@ -186,7 +186,7 @@ class Exchange:
             return 0
         unit, parcel = message.parts[0]
         whole = unit.whole and parcel.destination == ALL and message.parts[-1][0] is unit
-        return self.fit.answer.block_bytes if whole and message.parcel_bytes >= ALONE_BYTES else 0
+        return self.needs.block_bytes if whole and message.parcel_bytes >= ALONE_BYTES else 0
 
     def _entry(self, shard: ShardOrder) -> StoredEntry:
         file = self.files.opened[shard.file]
@@ -215,7 +215,7 @@ class Exchange:
         for i, (_, parcel) in enumerate(message.parts):
             if parcel.row < 0:
                 return None
-            consumer = self.fit.consumer(parcel.row, parcel.box)
+            consumer = self.needs.consumer(parcel.row, parcel.box)
             address = address_of(consumer.target)
             start, stop = (start, stop) if i else (address, address)
             if consumer.convert is not None or not consumer.target.flags.c_contiguous or address != stop:
@@ -237,7 +237,7 @@ class Exchange:
                 continue
             message, sends = messages[address], source == self.session.rank
             in_place, digest = outgoing[address] if sends else (self._whole_target(message), None)
-            data = self._buffer("incoming", message.nbytes(self.fit)) if in_place is None else in_place
+            data = self._buffer("incoming", message.nbytes(self.needs)) if in_place is None else in_place
             what, kept = functools.partial(self._keys, message), self._on_host and in_place is not None
             with self._filling:
                 self._check_wanted()
@@ -263,7 +263,7 @@ class Exchange:
             return
         me = self.session.rank
         mine = {source: message for (source, to, _), message in messages.items() if to == me != source}
-        incoming = {source: self._buffer(source, message.nbytes(self.fit)) for source, message in mine.items()}
+        incoming = {source: self._buffer(source, message.nbytes(self.needs)) for source, message in mine.items()}
         single = {to: data for (_, to, _), (data, _) in outgoing.items() if to != ALL}
         digests = {to: digest for (_, to, _), (_, digest) in outgoing.items() if to != ALL}
         most, what = self.staging_bytes, lambda source: self._keys(mine[source])
@@ -274,7 +274,7 @@ class Exchange:
     def _keys(self, message: Message) -> str:
         """What a message has for this rank."""
         rows = [parcel.row for _, parcel in message.parts if parcel.row >= 0] + message.kept.tolist()
-        return ", ".join(dict.fromkeys(map(self.fit.wanted_key, rows)))
+        return ", ".join(dict.fromkeys(map(self.needs.wanted_key, rows)))
 
     def _unpack(self, message: Message, data: Bytes1D) -> None:
         """Hand out what has come in a message; after a failure it means nothing."""
@@ -292,7 +292,7 @@ class Exchange:
             size, box = parcel.box.size * unit.itemsize, parcel.box
             if parcel.row >= 0:
                 items = np.frombuffer(data[at : at + size], _RAW_OF[unit.itemsize]).reshape(box.shape)
-                consumer = self.fit.consumer(parcel.row, box)
+                consumer = self.needs.consumer(parcel.row, box)
                 if consumer.convert is not None:
                     consumer.convert(items, (slice(None),) * items.ndim)
                 else:
@@ -300,8 +300,8 @@ class Exchange:
                 self.files.tally.bytes_received += size
             at += size
         if len(kept := message.kept):
-            self.fit.unpack(kept, data[at:])
-            self.files.tally.bytes_received += self.fit.nbytes(kept)
+            self.needs.unpack(kept, data[at:])
+            self.files.tally.bytes_received += self.needs.nbytes(kept)
 
 
 class _ReadingAhead:

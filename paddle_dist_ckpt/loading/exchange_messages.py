@@ -12,8 +12,8 @@ from ..core.columns import IntArray, all_of, edges_of
 from ..core.dtypes import DTYPES
 from ..files.batches import ItemKind, Kinds
 from ..planning.exchange_plan import ALL
-from .fit import Fit
 from .messages import ExchangeRound, PackOrder, ParcelOrder, UnitOrder
+from .needs import Needs
 from .small_items import SmallItems
 
 __all__ = ["ALONE_BYTES", "Address", "Message", "messages_of", "needs_of"]
@@ -43,10 +43,10 @@ class Message:
         """The needs of this rank that the pack is for."""
         return all_of(self.pack.rows) if self.pack is not None else np.zeros(0, np.int64)
 
-    def nbytes(self, fit: Fit) -> int:
+    def nbytes(self, needs: Needs) -> int:
         """Bytes of all."""
         sent = 0 if self.pack is None else int(_sizes(self.pack).sum())
-        return self.parcel_bytes + fit.nbytes(self.kept) + sent
+        return self.parcel_bytes + needs.nbytes(self.kept) + sent
 
     def sent(self, address: int) -> SmallItems:
         """What is read for the pack by whoever sends it, to an address."""

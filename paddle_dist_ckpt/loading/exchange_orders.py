@@ -53,7 +53,7 @@ class ExchangePlanner:
     ) -> None:
         self._metadata, self._ranks, self._own_bytes = metadata, ranks, own_round_bytes(staging_bytes)
         self._reach, self._loads, self._end = reach, loads, end
-        self._needs = _Needs.joined(metadata, needs, end)
+        self._needs = _AllNeeds.joined(metadata, needs, end)
         self._first_block = first_block
 
     def orders(self) -> dict[int, ExchangeAnswer]:
@@ -262,7 +262,7 @@ class ExchangePlanner:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Needs:
+class _AllNeeds:
     """What all ranks need, in columns with a row for each need.
 
     Attributes:
@@ -280,7 +280,7 @@ class _Needs:
     boxes: Boxes
 
     @classmethod
-    def joined(cls, metadata: Metadata, messages: Sequence[ShardNeeds], end: int) -> _Needs:
+    def joined(cls, metadata: Metadata, messages: Sequence[ShardNeeds], end: int) -> _AllNeeds:
         """What ranks said of the shards below ``end``, or of all, one behind the other."""
         table = metadata.table
         columns: list[tuple[IntArray, ...]] = []

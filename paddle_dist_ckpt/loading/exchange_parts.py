@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..control.verified import agree_on_collectives
-from .fit import Fit
 from .load_coordinator import LoadCoordinator
 from .messages import DecideAnswer, DoneRequest, ExchangeAnswer, ExchangeRequest, ExchangeRound, GoOnAnswer
+from .needs import Needs
 from .reading import DataFiles, LoadContext
 
 __all__ = ["ExchangeParts", "Replaced"]
@@ -36,7 +36,7 @@ class ExchangeParts:
     """
 
     context: LoadContext
-    fit: Fit
+    needs: Needs
     files: DataFiles
     decision: DecideAnswer
     ask: Callable[..., tuple[None, ExchangeAnswer | GoOnAnswer]]
@@ -82,7 +82,7 @@ class ExchangeParts:
             unreachable = self.files.open(self.decision.files) if self.decision.probe else {}
             names = sorted(self.files.opened.keys() & {info.name for info, _ in self.decision.files})
         most = max(_LEAST_NEEDS, _MOST_NEEDS // len(self.context.session.ranks))
-        needs, end = self.fit.shard_needs(staged, start, most)
+        needs, end = self.needs.shard_needs(staged, start, most)
         return None, ExchangeRequest(names, needs, unreachable, end, rounds is not None and not staged)
 
     def _order(self, part: Callable[[], tuple[None, ExchangeRequest]]) -> ExchangeAnswer:

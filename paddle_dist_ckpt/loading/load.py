@@ -199,8 +199,9 @@ class LeavesLoad:
         if decision.restart:
             raise Replaced
         self._files.look_into_cache(decision.shared)
-        parts = ExchangeParts(self.context, fit, self._files, decision, self._ask)
-        reading = Reading(self.context, fit, self._files)
+        parts = ExchangeParts(self.context, fit.needs, self._files, decision, self._ask)
+        on_host = fit.answer.ranks_on_host.get(self.context.session.rank, 1)
+        reading = Reading(self.context, fit.needs, self._files, on_host)
 
         renewed = set[str]()  # the flat keys of what round "read" sets to what was filled
 
@@ -331,7 +332,7 @@ class LeavesLoad:
         stored, answer = StoredShards(answer), answer.without_table()
         fit = Fit(stored, answer, wanted, options.cast, left_out, self.context.adapter.devices, options.resize or {})
         check_none_in_flight(fit.targets)
-        needed = fit.file_bytes()
+        needed = fit.needs.file_bytes()
         unreachable: dict[str, str] = {}
         if options.exchange != "always" or len(session.ranks) == 1:
             unreachable = self._files.open([fit.stored.files[name] for name in needed])

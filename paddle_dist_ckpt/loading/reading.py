@@ -25,8 +25,8 @@ from ..folder.context import Context
 from ..options import LoadOptions
 from ..reports import Stopwatch
 from .exchange import Exchange
-from .fit import Fit
 from .messages import ExchangeRound
+from .needs import Needs
 from .staging import GroupStaging, group_bytes
 
 __all__ = ["DataFiles", "LoadContext", "Reading", "unreadable_on"]
@@ -120,11 +120,11 @@ class Reading:
     """Reads a load's needs in one or two passes: first those of staged targets, if there are any."""
 
     context: LoadContext
-    fit: Fit
+    needs: Needs
     files: DataFiles
-    _begun: set[int] = field(
-        default_factory=set
-    )  # targets on a device for which a part of an exchange brought something
+    ranks_on_host: int
+    # Targets on a device for which a part of an exchange brought something.
+    _begun: set[int] = field(default_factory=set)
 
     @contextmanager
     def one_pass(self, staged: bool) -> Iterator[Callable[[Sequence[ExchangeRound] | None], None]]:
@@ -132,8 +132,8 @@ class Reading:
 
         Gives what reads it all, if that is given None, or runs rounds of an exchange. It shows and counts what is read.
         """
-        context, needs = self.context, self.fit.needs(staged)
-        shown, total = context.options.progress, self.fit.nbytes(needs)
+        context, chosen = self.context, self.needs.chosen(staged)
+        shown, total = context.options.progress, self.needs.nbytes(chosen)
         with Progress("load", total, shown, context.is_coordinator, True) as progress:
 
             def run(rounds: Sequence[ExchangeRound] | None) -> None:
@@ -141,7 +141,7 @@ class Reading:
                     self._exchange(rounds, progress)
                     return
                 try:
-                    run_all(self._tasks(needs, progress), self._threads, context.session.check)
+                    run_all(self._tasks(chosen, progress), self._threads, context.session.check)
                 finally:
                     self.copies.mark().wait()
 
@@ -160,33 +160,31 @@ class Reading:
     def _threads(self) -> int:
         if self.context.threads is not None:
             return self.context.threads
-        on_host = self.fit.answer.ranks_on_host.get(self.context.session.rank, 1)
-        return io_threads(on_host, any(opened.once for opened in self.files.opened.values()))
+        return io_threads(self.ranks_on_host, any(opened.once for opened in self.files.opened.values()))
 
-    def _tasks(self, needs: IntArray, progress: Progress) -> Iterator[Task]:
+    def _tasks(self, chosen: IntArray, progress: Progress) -> Iterator[Task]:
         """What has to be done to read needs: first those that go to host memory, then those that go to a device."""
-        fit, buffers = self.fit, Buffers(self._threads)
-        on_host, groups = fit.device_groups(
-            needs, group_bytes(self.context.options.staging_bytes, fit.answer.block_bytes)
-        )
+        needs, buffers = self.needs, Buffers(self._threads)
+        most = group_bytes(self.context.options.staging_bytes, needs.block_bytes)
+        on_host, groups = needs.device_groups(chosen, most)
         yield from self._read_tasks(on_host, buffers, progress)
         devices = self.context.adapter.devices
         if devices is None:
             return
-        staging = GroupStaging(fit.targets, self.copies, devices.host_memory)
+        staging = GroupStaging(needs.targets, self.copies, devices.host_memory)
         for rows, group in groups:
             yield from staging.through(rows, functools.partial(self._read_tasks, group, buffers, progress))
 
-    def _read_tasks(self, needs: IntArray, buffers: Buffers, progress: Progress) -> Iterator[Task]:
-        fit, opened, block_bytes = self.fit, self.files.opened, self.fit.answer.block_bytes
-        for batch in fit.batches(needs, opened):
+    def _read_tasks(self, chosen: IntArray, buffers: Buffers, progress: Progress) -> Iterator[Task]:
+        needs, opened = self.needs, self.files.opened
+        for batch in needs.batches(chosen, opened):
             yield from batch.tasks(buffers, progress)
-        yield from entry_tasks(fit.entries(needs, opened), block_bytes, buffers, progress)
+        yield from entry_tasks(needs.entries(chosen, opened), needs.block_bytes, buffers, progress)
 
     def _exchange(self, rounds: Sequence[ExchangeRound], progress: Progress) -> None:
         """Run the rounds of an exchange; an error in reading is raised when no rank waits for this one any more."""
         context, most = self.context, self.context.options.staging_bytes
-        exchange = Exchange(context.session, self.fit, self.files, self.copies, most, progress, self._begun)
+        exchange = Exchange(context.session, self.needs, self.files, self.copies, most, progress, self._begun)
         try:
             context.session.run_collectives(context.transport, functools.partial(exchange.run, rounds))
         except BaseException:

@@ -111,7 +111,7 @@ def rehearse(
     )
     answer = answering.answer(paths, arranged)
     fit = Fit(StoredShards(answer), answer, wanted, cast, (), None)
-    reads, nbytes = fit.bytes_to_read()
+    reads, nbytes = fit.needs.bytes_to_read()
     tensors = [
         path for path, kind in zip(metadata.table.paths, metadata.table.kinds, strict=True) if kind != Kind.VALUE
     ]

@@ -54,7 +54,7 @@ class Seen:
         self.ends: list[int] = []
         monkeypatch.setattr(exchange_parts, "_MOST_NEEDS", most)
         monkeypatch.setattr(exchange_parts, "_LEAST_NEEDS", 1)
-        real = exchange_orders._Needs.joined
+        real = exchange_orders._AllNeeds.joined
 
         def joined(metadata: Any, messages: Sequence[ShardNeeds], end: int) -> Any:
             self.ends.append(end)
@@ -63,7 +63,7 @@ class Seen:
             assert (found.shard < (end or len(metadata.table.shard_file))).all(), "others are planned in the next part"
             return found
 
-        monkeypatch.setattr(exchange_orders._Needs, "joined", joined)
+        monkeypatch.setattr(exchange_orders._AllNeeds, "joined", joined)
 
     def check(self, most: int, ranks: int) -> None:
         """See that no rank said more than it may, but for needs of a single shard."""
@@ -278,10 +278,9 @@ def test_no_rows_are_sent_to_a_device_for_an_exchange_that_was_given_up(monkeypa
     monkeypatch.setattr(exchange, "RoundStaging", Staging)
     monkeypatch.setattr(exchange, "messages_of", lambda one: {})
     monkeypatch.setattr(exchange, "needs_of", lambda one: None)
-    answer = SimpleNamespace(block_bytes=1)
-    fit = SimpleNamespace(rows_on_device=lambda needs: np.array([0]), targets=None, answer=answer)
+    needs = SimpleNamespace(rows_on_device=lambda chosen: np.array([0]), targets=None, block_bytes=1)
     session = SimpleNamespace(rank=0, check=lambda: None)
-    one: Any = exchange.Exchange(session, fit, None, None, 1, lambda nbytes: None, set())  # type: ignore[arg-type]
+    one: Any = exchange.Exchange(session, needs, None, None, 1, lambda nbytes: None, set())  # type: ignore[arg-type]
     failures = list[BaseException]()
 
     def run() -> None:

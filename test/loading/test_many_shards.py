@@ -16,7 +16,7 @@ from paddle_dist_ckpt.core.columns import all_of
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.files.batches import ItemKind, Kinds
 from paddle_dist_ckpt.files.runs import OpenFile, Segments
-from paddle_dist_ckpt.loading import exchange_orders, fit
+from paddle_dist_ckpt.loading import exchange_orders, needs
 from paddle_dist_ckpt.loading.messages import PackOrder, ShardNeeds
 from paddle_dist_ckpt.options import LoadOptions
 from test.jobs import (
@@ -99,8 +99,8 @@ def test_ranks_are_told_once_what_shards_have_in_common(
         return told[-1]
 
     monkeypatch.setattr(exchange_orders, "PackOrder", recorded)
-    monkeypatch.setattr(fit, "ShardNeeds", noted)
-    monkeypatch.setattr(fit, "_TOGETHER", 300)
+    monkeypatch.setattr(needs, "ShardNeeds", noted)
+    monkeypatch.setattr(needs, "_TOGETHER", 300)
     if cut == "a grid":
         write_checkpoint(
             tmp_path, {"/w": Entry([16, 256], [list(range(1, 16)), list(range(1, 256))], "uint8", 0, b"x" * 4096)}
@@ -112,11 +112,11 @@ def test_ranks_are_told_once_what_shards_have_in_common(
     load_on(states, tmp_path, options=LoadOptions(exchange="always", timeout=60))
     for state in states:
         check_pieces(state["w"], found)
-    assert [len(all_of(needs.box)) > 1000 for needs in asked] == [True, True]
-    for needs in asked:
-        boxes = all_of(needs.boxes).reshape(-1, 4).tolist()
+    assert [len(all_of(said.box)) > 1000 for said in asked] == [True, True]
+    for said in asked:
+        boxes = all_of(said.boxes).reshape(-1, 4).tolist()
         assert len(boxes) == len(set(map(tuple, boxes))) < 64
-        assert set(all_of(needs.box).tolist()) == set(range(len(boxes)))
+        assert set(all_of(said.box).tolist()) == set(range(len(boxes)))
     senders = [order for order in told if order.kinds]
     assert sum(len(all_of(order.start)) for order in senders) > 1000
     for order in senders:
@@ -133,16 +133,16 @@ def test_what_is_read_some_after_other_is_what_was_saved(
     parts = {key: split_rows(array, files) for key, array in arrays.items()}
     save_on([{key: part[rank] for key, part in parts.items()} for rank in range(files)], tmp_path)
     batches: list[int] = []
-    real = fit.batches_of
+    real = needs.batches_of
 
     def counted(items: Any, *args: Any) -> Any:
         batches.append(sum(len(part.file) for part in items))
         return real(items, *args)
 
-    monkeypatch.setattr(fit, "batches_of", counted)
-    monkeypatch.setattr(fit, "_MANY", 2)
-    monkeypatch.setattr(fit, "_READ_TOGETHER", 2)
-    monkeypatch.setattr(fit, "_TOGETHER", 2)
+    monkeypatch.setattr(needs, "batches_of", counted)
+    monkeypatch.setattr(needs, "_MANY", 2)
+    monkeypatch.setattr(needs, "_READ_TOGETHER", 2)
+    monkeypatch.setattr(needs, "_TOGETHER", 2)
     found = {key: np.zeros_like(array) for key, array in arrays.items()}
     load_alone(found, tmp_path)
     assert all(same_bits(found[key], array) for key, array in arrays.items())

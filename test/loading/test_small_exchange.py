@@ -12,7 +12,7 @@ import pytest
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError
 from paddle_dist_ckpt.loading import exchange_messages
-from paddle_dist_ckpt.loading.fit import Fit
+from paddle_dist_ckpt.loading.needs import Needs
 from paddle_dist_ckpt.loading.targets import Targets
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.testing.in_process_transport import InProcessTransport
@@ -111,7 +111,7 @@ def test_no_object_is_made_for_a_small_tensor(tmp_path: Path, ranks: int, monkey
         raise AssertionError("an object for one tensor")
 
     monkeypatch.setattr(Targets, "consumer", refused)
-    monkeypatch.setattr(Fit, "consumer", refused)
+    monkeypatch.setattr(Needs, "consumer", refused)
     listed = exchange_messages.messages_of
     seen = []
     monkeypatch.setattr("paddle_dist_ckpt.loading.exchange.messages_of", lambda one: seen.append(one) or listed(one))

@@ -23,7 +23,7 @@ from paddle_dist_ckpt.core.shards import ShardTable
 from paddle_dist_ckpt.files.codec import TableRecord, table_from_record
 from paddle_dist_ckpt.folder import boxes
 from paddle_dist_ckpt.folder.boxes import BoxReader
-from paddle_dist_ckpt.loading import fit
+from paddle_dist_ckpt.loading import needs
 from paddle_dist_ckpt.options import LoadOptions
 from paddle_dist_ckpt.planning import cover, load_plan
 from paddle_dist_ckpt.planning.load_plan import WantedBoxes, plan_load
@@ -59,7 +59,7 @@ def narrow_from(rows: int) -> Iterator[None]:
         patch.setattr(load_plan, "_TOGETHER", 3)
         patch.setattr(boxes, "_TOGETHER", 3)
         for name in ("_TOGETHER", "_MANY", "_READ_TOGETHER"):
-            patch.setattr(fit, name, 3)
+            patch.setattr(needs, name, 3)
         yield
 
 
