@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .control.ranks import Ranks
+from .control.rounds import check_same
 from .core.protocols import ControlSession
 from .loading.load import load
 from .loading.reading import LoadContext
@@ -197,16 +198,11 @@ def _agree(session: ControlSession, rank: Any, frozen: bool) -> int | None:
         check_bool("frozen", frozen)
         if rank is not None and as_integer(rank) not in session.ranks:
             raise ValueError(f"rank must be None or one of the ranks {list(session.ranks)}, not {rank!r}")
-        return f"rank={as_integer(rank)}, frozen={frozen}".encode()
+        return f"{as_integer(rank)} {frozen}".encode()
 
     def compare(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        ours = messages[session.coordinator]
-        for other, theirs in sorted(messages.items()):
-            if theirs != ours:
-                raise ValueError(
-                    f"rank {other} passed {theirs.decode()}, rank {session.coordinator} {ours.decode()}; all ranks "
-                    "must pass the same"
-                )
+        passed = {rank: tuple(message.decode().split()) for rank, message in messages.items()}
+        check_same(["rank", "frozen"], passed, session.coordinator, shown=str)
         return dict.fromkeys(messages, b"")
 
     session.gather_scatter("arguments", own, compare)

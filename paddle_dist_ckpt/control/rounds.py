@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from ..core.messages import decode, encode
 from ..core.protocols import ControlSession
 
-__all__ = ["Messages", "ask", "only_on"]
+__all__ = ["Messages", "ask", "check_same", "only_on"]
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -27,6 +27,35 @@ def only_on(coordinator: C | None, answer: Callable[[C, Messages], Messages]) ->
         return answer(coordinator, messages)
 
     return combine
+
+
+def check_same(
+    names: Sequence[str],
+    passed: Mapping[int, tuple[object, ...]],
+    coordinator: int,
+    shown: Callable[[object], str] = repr,
+) -> None:
+    """All ranks must have passed the same arguments.
+
+    Args:
+        names: What the arguments are called.
+        passed: What each rank has passed, in the order of the names.
+        coordinator: The rank with which the others are compared.
+        shown: Writes an argument.
+
+    Raises:
+        ValueError: they did not; says what two of them have passed.
+    """
+    if len(set(passed.values())) == 1:
+        return  # as nearly always; of many ranks this is seen faster
+    ours = passed[coordinator]
+    for rank, theirs in sorted(passed.items()):
+        for name, one, other in zip(names, theirs, ours, strict=True):
+            if one != other:
+                raise ValueError(
+                    f"rank {rank} passed {name}={shown(one)}, rank {coordinator} {name}={shown(other)}; all ranks must "
+                    "pass the same"
+                )
 
 
 def ask(

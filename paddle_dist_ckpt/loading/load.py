@@ -308,8 +308,8 @@ class LeavesLoad:
             tensors.tied(),
             [] if self.thaw is None else wanted.frozen,
         )
-        choices = {name: str(getattr(self.context.options, name)) for name in _COMPARED}
-        choices |= {name: str(list(getattr(self.context.options, name))) for name in _SEQUENCES}
+        choices = {name: repr(getattr(self.context.options, name)) for name in _COMPARED}
+        choices |= {name: repr(list(getattr(self.context.options, name))) for name in _SEQUENCES}
         choices["resize"] = str(list((self.context.options.resize or {}).items()))
         choices["offload"] = str(self.context.offload)
         choices["aoa_config"] = _digest(self.context.options.aoa_config)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
+from ..control.rounds import check_same
 from ..core.messages import counted, decode, encode
 from ..core.parts import Arranged, IdleStatement, WantedTensor
 from ..core.shards import Kind
@@ -73,19 +74,14 @@ class LoadCoordinator:
     def request(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``request``: what the checkpoint has of what each rank wants."""
         requests = {rank: decode(data, LoadRequest) for rank, data in sorted(messages.items())}
-        ours = requests[self._session.coordinator]
-        for rank, request in requests.items():
-            if request.unique_id != ours.unique_id:
-                raise ValueError(
-                    f"rank {rank} passed unique_id={request.unique_id}, rank {self._session.coordinator} "
-                    f"unique_id={ours.unique_id}; all ranks must pass the same"
-                )
-            for name, choice in request.options.items():
-                if choice != ours.options[name]:
-                    raise ValueError(
-                        f"rank {rank} passed LoadOptions({name}={choice}), rank {self._session.coordinator} "
-                        f"{ours.options[name]}; all ranks must pass the same"
-                    )
+        coordinator = self._session.coordinator
+        ours = requests[coordinator]
+        check_same(
+            ["unique_id", *ours.options],
+            {rank: (str(one.unique_id), *one.options.values()) for rank, one in requests.items()},
+            coordinator,
+            shown=str,
+        )
         self._folders = {rank: one.folder for rank, one in requests.items() if one.folder is not None}
         self._locations = {rank: request.location for rank, request in requests.items()}
         if not self._options.separate_folders:

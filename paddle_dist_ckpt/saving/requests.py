@@ -1,9 +1,8 @@
-"""What the coordinator sees in all ranks' requests of a save: whether they ask for the same, and where they write."""
+"""What the coordinator sees in all ranks' requests of a save: where they write, and whether there is room."""
 
 from __future__ import annotations
 
 import errno
-import operator
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,32 +11,7 @@ from ..storage.base import FolderIdentity
 from .messages import SaveRequest
 from .planned_save import PlannedSave
 
-__all__ = ["check_arguments", "check_room", "leaders_of"]
-
-_SAME = ("block_bytes", "data_suffix", "check_replicas")
-
-
-def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> None:
-    """All ranks must have passed the same arguments.
-
-    Raises:
-        ValueError: they did not.
-    """
-    if len(set(map(operator.attrgetter("unique_id", *_SAME), requests.values()))) == 1:
-        return  # as nearly always; of many ranks this is seen faster
-    ours = requests[coordinator]
-    for rank, request in sorted(requests.items()):
-        if request.unique_id != ours.unique_id:
-            raise ValueError(
-                f"rank {rank} passed unique_id={request.unique_id}, rank {coordinator} unique_id={ours.unique_id}; "
-                "all ranks must pass the same"
-            )
-        for name in _SAME:
-            theirs, own = getattr(request, name), getattr(ours, name)
-            if theirs != own:
-                raise ValueError(
-                    f"rank {rank} passed {name}={theirs!r}, rank {coordinator} {own!r}; all ranks must pass the same"
-                )
+__all__ = ["check_room", "leaders_of"]
 
 
 def leaders_of(folders: Mapping[int, FolderIdentity], coordinator: int) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from types import TracebackType
 import msgspec
 import numpy as np
 
+from ..control.rounds import check_same
 from ..core.decoding import json_cost
 from ..core.garbage import no_collections
 from ..core.messages import decode, encode
@@ -30,16 +32,14 @@ from .global_state import GlobalState, merge_structures
 from .messages import ClearRequest, CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
 from .planned_save import PlannedSave, make_plan
 from .replicas import Comparison, logged, merge_contents, replica_warnings
-from .requests import (
-    check_arguments,
-    check_room,
-    leaders_of,
-)
+from .requests import check_room, leaders_of
 from .save_memory import SaveContext
 
 __all__ = ["SaveCoordinator"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+_SAME = ("unique_id", "block_bytes", "data_suffix", "check_replicas")
+_same_arguments = operator.attrgetter(*_SAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,8 @@ class SaveCoordinator:
     def plan(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``plan``: an order for every rank; or, if a plan has to be made and not all have said of what, ask."""
         requests = self._requests = {rank: decode(data, SaveRequest) for rank, data in messages.items()}
-        check_arguments(requests, self._context.session.coordinator)
+        passed = {rank: _same_arguments(request) for rank, request in requests.items()}
+        check_same(_SAME, passed, self._context.session.coordinator)
         self._folders = {rank: request.folder.identity for rank, request in requests.items()}
         if not self._options.separate_folders:
             check_folders(self._folders, {rank: request.location for rank, request in requests.items()})

@@ -175,6 +175,6 @@ def test_they_are_the_same_on_all_ranks(tmp_path: Path, name: str, one: Any, oth
     saved_by_two(tmp_path, STATE)
     both = [LoadOptions(timeout=60, **{name: value}) for value in (one, other)]
     for error in errors_of(outcomes(tmp_path, [blank(), blank()], *both), ValueError):
-        assert f"LoadOptions({name}=" in str(error)
+        assert f"rank 1 passed {name}=" in str(error)
     same = [LoadOptions(timeout=60, allow_missing=["a"]), LoadOptions(timeout=60, allow_missing=("a",))]
     all_ok(outcomes(tmp_path, [blank(), blank()], *same))

@@ -112,7 +112,7 @@ def test_ranks_that_ask_for_different_ones_do_not_save(tmp_path: Path) -> None:
         rank.save({"w": ARRAY}, tmp_path / "ckpt", options=options)
 
     for error in run_ranks(2, work):
-        with pytest.raises(ValueError, match="rank 1 passed data_suffix='.shards', rank 0 '.safetensors'"):
+        with pytest.raises(ValueError, match="rank 1 passed data_suffix='.shards', rank 0 data_suffix='.safetensors'"):
             raise error  # type: ignore[misc]
 
 

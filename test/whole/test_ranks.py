@@ -127,7 +127,7 @@ def test_ranks_that_pass_different_checks_of_replicas(tmp_path: Path, choices: t
         return rank.save({"a": np.full(3, rank.rank)}, tmp_path, options=options)
 
     for error in errors_of(run_ranks(2, work), ValueError):
-        assert f"rank 1 passed check_replicas={choices[1]!r}, rank 0 {choices[0]!r}" in str(error)
+        assert f"rank 1 passed check_replicas={choices[1]!r}, rank 0 check_replicas={choices[0]!r}" in str(error)
     assert list(tmp_path.iterdir()) == []
 
 
