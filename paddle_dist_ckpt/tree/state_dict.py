@@ -18,7 +18,7 @@ _MAX_DEPTH = 200
 _KEYS = "keys above a tensor must be str or int (of 64 bits)"
 _INT64 = range(-(2**63), 2**63)
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
-"""Types of values that are leaves, of which lists may have millions."""
+"""Types of values that are leaves, of which a list or dict may have millions."""
 
 
 @dataclass(slots=True)
@@ -165,6 +165,10 @@ class _Flattening:
             leaves.tensors.extend(parts.values())
             return
         for child, value in zip(children, parts.values(), strict=True):
+            if type(value) in _PLAIN:
+                leaves.value_paths.append(child)
+                leaves.values.append(value)
+                continue
             if is_tensor(value):
                 leaves.tensor_paths.append(child)
                 leaves.tensors.append(value)

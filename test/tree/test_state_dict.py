@@ -66,7 +66,7 @@ def test_containers_of_tensors_are_taken_apart_and_others_are_leaves() -> None:
     ]
 
 
-def test_items_of_long_lists_are_not_asked_about_one_by_one() -> None:
+def test_items_of_long_lists_and_dicts_are_not_asked_about_one_by_one() -> None:
     asked = list[Any]()
 
     class Asking(Adapter):
@@ -75,8 +75,9 @@ def test_items_of_long_lists_are_not_asked_about_one_by_one() -> None:
             return False
 
     numbers = [*range(10_000)]
-    found = flatten({"lists": [numbers, {"inner": numbers}], "mixed": [*numbers, object()]}, Asking())
-    assert found.value_paths == ["/lists", "/mixed"]
+    names = {f"k{number}": number for number in numbers}
+    found = flatten({"lists": [numbers, {"inner": numbers}], "mixed": [*numbers, object()], "names": names}, Asking())
+    assert found.value_paths == ["/lists", "/mixed", *(f"/names/{name}" for name in names)]
     assert sum(type(value) is int for value in asked) == 10_000, "those beside something else, once"
 
 
