@@ -27,7 +27,7 @@ __all__ = ["CoordinatorTable"]
 
 _REMEMBERED = 16
 _NO_DOUBT = -2
-_NEXT = "the next calls are matched by number again, so bring all ranks to the same one"
+_NEXT = "the next calls are matched by number again, so bring all ranks to the same one (a barrier will do)"
 _LATE_GRACE = 1.0
 """Longest wait, in seconds, of a rank that opens a session which is over, for the others to open a newer one."""
 

@@ -188,7 +188,7 @@ def _described(groups: Sequence[Sequence[int]], writer: int) -> str:
     """Who has what, the most first; ``writer`` is the rank whose copy is saved."""
     sizes = sorted((len(group) for group in groups), reverse=True)
     ordered = sorted((sorted(group) for group in groups), key=lambda group: (-len(group), group))
-    saved = f"rank {writer}'s is saved"
+    saved = f"rank {writer}'s is the one written"
     if 2 * sizes[0] <= sum(sizes):
         most = "the most" if sizes[0] == sizes[1] else "more than half"
         return f"{' and '.join(map(ranks_text, ordered))} have different ones, none of them {most}; {saved}"

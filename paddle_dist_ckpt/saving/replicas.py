@@ -115,7 +115,8 @@ def replica_warnings(state: GlobalState, contents: Comparison, check: str, doubt
         return []
     warnings = [
         f"{plain_key(path)}: the plain tensors or values of {ranks_text(ranks)} differ from the others'; the "
-        f"coordinator's is saved, or else that of the lowest rank that has one"
+        f"coordinator's is taken, or else that of the lowest rank that has one"
+        + "; as a PerRank each rank's own would be kept" * (path in state.value_owner)
         + _minority(contents.minority.get(path, ()))
         for path, ranks in sorted(contents.differing.items())
     ]
@@ -161,10 +162,11 @@ def _check_that_most_are_equal(state: GlobalState, contents: Comparison) -> None
     raise UnsupportedValueError(
         f"most plain tensors of the same keys differ among ranks ({len(unequal)} of the {len(unequal) + len(equal)} "
         f"that count, {_nbytes(state, unequal)} of {_nbytes(state, unequal + equal)} bytes; zeros and short vectors do "
-        "not), so they are no replicas, and those of all ranks but one would be "
-        "lost. Give tensors that belong to one rank keys of their own, such as {f'stage{i}': state} for stage i of a "
-        "pipeline; make parts of a tensor DistTensors or ShardedWeights; or pass SaveOptions(check_replicas='warn') if "
-        "one rank's shall be saved:\n" + "\n".join(lines)
+        "not), so they are no replicas, and those of all ranks but one would be lost. If each rank has the whole "
+        "model, let it begin alike on all, as by the same paddle.seed(). Give tensors that belong to one rank keys of "
+        "their own, such as {f'stage{i}': state} for stage i of a pipeline; make parts of a tensor DistTensors or "
+        "ShardedWeights; or pass SaveOptions(check_replicas='warn') if one rank's "
+        "shall be saved:\n" + "\n".join(lines)
     )
 
 

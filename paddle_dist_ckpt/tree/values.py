@@ -110,9 +110,10 @@ def to_jsonable(value: Any, key: _Place, depth: int = 0) -> Any:
         advice = "PerRank(paddle_dist_ckpt.rng_state()), or "
     elif not advice and hasattr(kind, "__array__"):
         advice = "numpy.asarray(x), or "
+    tensors = "" if hasattr(kind, "__array__") else "tensors, "  # one in what is a value as a whole
     raise UnsupportedValueError(
         f"{_text_of(key)}: {_kind_in_words(kind)} cannot be stored; store {advice}numbers, strings, bytes, None, numpy "
-        "values, tensors, or lists, tuples and dicts of them, or objects that have state_dict() and set_state_dict()"
+        f"values, {tensors}or lists, tuples and dicts of them, or objects that have state_dict() and set_state_dict()"
     )
 
 

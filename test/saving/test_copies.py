@@ -95,7 +95,7 @@ def test_one_bit_of_a_replica(tmp_path: Path, place: tuple[str, int], ranks: int
             assert line.startswith(f"{key}: rank {bad}, the minority, differs from ranks {others}; rank ")
         saved = load_whole(tmp_path)[key]
         is_bad = same_bits(saved, np.ascontiguousarray(states[bad][key].pieces[0]))
-        assert (f"rank {bad}'s is saved" in line) == is_bad
+        assert (f"rank {bad}'s is the one written" in line) == is_bad
         assert line.endswith(", of the minority") == (is_bad and ranks > 2)
 
 
@@ -241,6 +241,7 @@ def test_the_minority_of_plain_tensors_and_values(tmp_path: Path) -> None:
     for warning in save_on(states, tmp_path, options=options("warn"))[0].warnings:
         assert "of ranks 1, 2 differ from the others'" in warning
         assert warning.endswith("(the minority: rank 0)")
+        assert ("as a PerRank each rank's own would be kept" in warning) == warning.startswith("n:")
     (warning, _) = save_on(states[:2], tmp_path, options=options("warn"))[0].warnings
     assert "minority" not in warning
     for error in errors_of(try_save(states, tmp_path, options=options("auto")), UnsupportedValueError):
