@@ -289,8 +289,8 @@ def list_checkpoints(path: Any, *, progress_timeout: float | None = None) -> lis
         progress_timeout: How long, in seconds, a single file operation may take; see :class:`SaveOptions`.
 
     Raises:
-        CheckpointNotFoundError: ``path`` is a file.
-        OSError: the folder cannot be listed; a folder that is not there has none.
+        CheckpointNotFoundError: ``path`` leads through a file, as if it were a folder.
+        OSError: the folder cannot be listed; a folder that is not there, and a file, have none.
 
     Examples:
         >>> import paddle

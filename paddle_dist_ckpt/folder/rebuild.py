@@ -51,7 +51,9 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
     found, refused = _complete_saves(storage, save)
     if not found:
         reasons = "\n".join(f"  save {name}: {reason}" for name, reason in refused.items())
-        managers = "" if reasons else managers_text(storage)
+        ids = ", ".join(map(str, metadata_ids(storage)))
+        there = f"there is one with each of these ids: {ids}" if ids else ""
+        managers = "" if reasons else managers_text(storage) or there
         raise CheckpointNotFoundError(
             f"{storage.location} has no complete save without a .metadata{':' if reasons else ''}"
             + (f"; {managers}" if managers else f"\n{reasons}".rstrip())

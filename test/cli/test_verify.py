@@ -52,6 +52,6 @@ def test_a_lost_metadata_file_is_made_again(tmp_path: Path) -> None:
     save = data_files(tmp_path)[0].name.split(".")[1]
     assert answer("rebuild", tmp_path) == {"path": str(tmp_path), "unique_id": 4, "save_id": save, "files": 2}
     assert (tmp_path / "4.metadata").read_bytes() == before
-    assert "no complete save without a .metadata" in fails("rebuild", tmp_path)
+    assert "no complete save without a .metadata; there is one with each of these ids: 4" in fails("rebuild", tmp_path)
     (tmp_path / "4.metadata").unlink()
     assert "recovered checkpoint 4" in run("rebuild", tmp_path, "--save", save)
