@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import CheckpointCorruptedError
 from .memory import Bytes1D
 
-__all__ = ["MOST_COST", "decoding", "has_few_of_one_hash", "json_cost"]
+__all__ = ["MOST_COST", "decoding", "has_few_of_one_hash", "json_cost", "lacks_memory"]
 
 _ENDURED = (
     *(msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
@@ -43,7 +43,15 @@ def decoding(what: str) -> Iterator[None]:
     except CheckpointCorruptedError as error:
         raise CheckpointCorruptedError(f"{what}: {error}") from error
     except _ENDURED as error:
-        raise CheckpointCorruptedError(f"{what}: {str(error) or type(error).__name__}"[:1000]) from error
+        reason = "there is not enough memory to decode it" if isinstance(error, MemoryError) else str(error)
+        raise CheckpointCorruptedError(f"{what}: {reason or type(error).__name__}"[:1000]) from error
+
+
+def lacks_memory(error: BaseException | None) -> bool:
+    """Whether there was not enough memory, to begin with: what could not be decoded may be as it was written."""
+    while error is not None and not isinstance(error, MemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def json_cost(json: bytes | memoryview) -> int:

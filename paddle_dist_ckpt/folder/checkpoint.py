@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from ..core.decoding import lacks_memory
 from ..errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -59,7 +60,7 @@ def _read(storage: Storage, unique_id: int | None) -> Metadata:
         on_disk = partial(bytes_on_disk, storage)
         metadata = decode_metadata(data, f"{storage.location}/{name}", chosen, on_disk)
     except CheckpointCorruptedError as error:
-        raise CheckpointCorruptedError(f"{error}. {_ADVICE}") from None
+        raise CheckpointCorruptedError(str(error) if lacks_memory(error) else f"{error}. {_ADVICE}") from None
     _warn_of_paddles(storage, chosen)
     return metadata
 

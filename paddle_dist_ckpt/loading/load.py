@@ -55,9 +55,11 @@ from .messages import (
     Mismatch,
     WantedPaths,
 )
+from .mismatches import some_of
 from .reading import DataFiles, LoadContext, Reading
 from .stored import StoredShards
 from .wanted import WantedState, collect
+from .wording import LEFT, NOT_TAKEN
 
 __all__ = ["LeavesLoad", "load"]
 
@@ -93,18 +95,25 @@ def load(
         scan = found = functools.cache(lambda: flatten(state_dict, context.adapter))
         thaw = functools.partial(_thaw, found, context.adapter)
 
-    def restore(values: Mapping[str, Any], missing: Container[str]) -> None:
+    def restore(values: Mapping[str, Any], missing: Container[str]) -> list[Mismatch]:
+        left = list[Mismatch]()
         for opened, state in assign_all(state_dict, scan(), values):
             if opened.path in missing:
                 continue
+            key, kind = plain_key(opened.path), type(opened.value).__name__
             try:
-                context.adapter.restore(opened.value, state)
+                not_taken = context.adapter.restore(opened.value, state)
             except Exception as error:
-                key, kind = plain_key(opened.path), type(opened.value).__name__
                 raise CheckpointError(
                     f"{key}: the {kind} did not take its state: {type(error).__name__}: {error}; "
                     f"LoadOptions(key_map={{{key!r}: None}}) leaves it as it is"
                 ) from error
+            left += [
+                Mismatch(f"{key}.{name}", f"{key}.{name}: {LEFT}, for the {kind} {NOT_TAKEN}") for name in not_taken
+            ]
+        if left and context.is_coordinator:
+            _logger.warning("%s: %s", context.storage.location, some_of(map(str, left)))
+        return left
 
     def renew(untouched: Container[str], lacking: Container[str]) -> set[str]:
         leaves, adapter = scan(), context.adapter
@@ -136,7 +145,8 @@ class LeavesLoad:
 
     Attributes:
         scan: Finds the leaves. Called again if the load starts again.
-        restore: Given the values by path; also the paths of which the checkpoint has nothing, or something else.
+        restore: Given the values by path; also the paths of which the checkpoint has nothing, or something else. May
+            return what objects have not taken.
         context: This rank's surroundings.
         unique_id: Which checkpoint; None for the newest.
         warning: Added to the message of an error that came after a tensor may have been touched.
@@ -148,7 +158,7 @@ class LeavesLoad:
     """
 
     scan: Callable[[], Leaves]
-    restore: Callable[[Mapping[str, Any], Container[str]], None]
+    restore: Callable[[Mapping[str, Any], Container[str]], Sequence[Mismatch] | None]
     context: LoadContext
     unique_id: int | None
     warning: str = ""
@@ -218,9 +228,8 @@ class LeavesLoad:
                 renewed.update(set(map(plain_key, paths)) - set(map(plain_key, fit.untouched - paths)))
             return _values(fit, Room(lambda: self._bytes_there(fit.answer), fit.answer.cost)), DoneRequest()
 
-        def restore() -> tuple[None, DoneRequest]:
-            self.restore(values, fit.untouched)
-            return None, DoneRequest()
+        def restore() -> tuple[Sequence[Mismatch], DoneRequest]:
+            return self.restore(values, fit.untouched) or [], DoneRequest()
 
         skipped = fit.skipped + fit.leave(decision.left)
         if decision.staged:
@@ -235,7 +244,7 @@ class LeavesLoad:
                 values, _ = self._ask("read", read, GoOnAnswer, LoadCoordinator.done)
         with tally.phase("read"):
             if decision.objects:  # which may refuse their states
-                self._ask("restore", restore, GoOnAnswer, LoadCoordinator.done)
+                skipped += self._ask("restore", restore, GoOnAnswer, LoadCoordinator.done)[0]
             else:
                 restore()
         return LoadReport(

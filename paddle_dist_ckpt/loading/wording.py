@@ -14,6 +14,7 @@ __all__ = [
     "MISSING",
     "NEEDED",
     "NOT_STORED",
+    "NOT_TAKEN",
     "NO_ENTRY",
     "OF_TENSORS",
     "OVERLAPS_ITSELF",
@@ -29,6 +30,8 @@ LEFT_BY_AOA = f"{LEFT}, as aoa_config says"
 """Why a tensor is skipped that the caller wants to be."""
 NOT_STORED = f"{LEFT}, for the checkpoint does not have it"
 """Why a tensor or value is skipped that may be missing."""
+NOT_TAKEN = "adds it to its state_dict(), and its set_state_dict() does not take it"
+"""Why what is stored is skipped."""
 MEANT = "meant?"
 """Behind a key that a user may have meant."""
 DICTS = ("dict", "empty", "nothing")

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..core.decoding import lacks_memory
 from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.codec import Note
 from ..files.names import MOST_IDS, metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
@@ -157,16 +158,16 @@ class Steps:
     def latest(self) -> int | None:
         """The latest committed step, None if there is none, as of the last look.
 
-        A higher one that is damaged does not count. To pass over one that the disk only did not give would be to go on
-        from an earlier step, or to begin anew, and to replace what is there; and so would be to take a folder of which
-        no step can be read for an empty one.
+        A higher one that is damaged does not count. To pass over one that the disk only did not give, or that there was
+        not enough memory for, would be to go on from an earlier step, or to begin anew, and to replace what is there;
+        and so would be to take a folder of which no step can be read for an empty one.
 
         Raises:
             CheckpointError: a step that may be the latest could not be read.
         """
         latest = max(self.metrics, default=None)
         for step, error in sorted(self.unread.items(), reverse=True):
-            if latest is None or (step > latest and isinstance(error, OSError)):
+            if latest is None or (step > latest and (isinstance(error, OSError) or lacks_memory(error))):
                 raise CheckpointError(
                     f"{step_folder(self._root, step)} cannot be read, and may be the latest step: {error}; if the disk "
                     "is at fault, try again when it answers; restore(state, step=...) takes another step"

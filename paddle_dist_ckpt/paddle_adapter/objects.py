@@ -20,7 +20,7 @@ from paddle.distributed.auto_parallel import api
 from ..errors import UnsupportedValueError
 from ..tree.objects import is_stateful, set_state
 from .static_program import SCHEDULER, SLICE, is_program, program_scheduler
-from .wrappers import INNER, STEPS, is_look_ahead, is_of_paddle, is_wrapper, refusal, unwrapped
+from .wrappers import INNER, STEPS, is_look_ahead, is_of_paddle, is_wrapper, refusal, unwrapped, without_data_parallel
 
 __all__ = [
     "MASTERS",
@@ -232,70 +232,112 @@ def needs_all_entries(value: Any) -> bool:
 # -- given back
 
 
-def restore(value: Any, state: dict[str, Any]) -> None:
-    """Give an object its state back, whose tensors were filled in place."""
+def restore(value: Any, state: dict[str, Any]) -> list[str]:
+    """Give an object its state back, whose tensors were filled in place.
+
+    Returns:
+        The entries that its class adds to ``state_dict()``, and which Paddle's ``set_state_dict()`` does not take.
+
+    Raises:
+        UnsupportedValueError: so are copies of parameters or buffers, which have kept what they had.
+    """
     value = unwrapped(value)
     if isinstance(value, paddle.nn.Layer):
-        _restore_layer(value, state)
-    elif is_optimizer(value):
-        _restore_optimizer(value, state)
-    elif is_program(value):
+        return _restore_layer(without_data_parallel(value), state)
+    if is_optimizer(value):
+        return _restore_optimizer(value, state)
+    if is_program(value):
         value.set_state_dict({name: tensor for name, tensor in state.items() if isinstance(tensor, paddle.Tensor)})
         _restore_rate(program_scheduler(value), state)
     elif isinstance(value, paddle.optimizer.lr.LRScheduler):
         _restore_scheduler(value, state)
     else:
         set_state(value, state)
+    return []
 
 
-def _restore_layer(layer: Any, state: dict[str, Any]) -> None:
+def _restore_layer(layer: Any, state: dict[str, Any]) -> list[str]:
     """Give a layer its state back: what ``state_dict()`` returned, with the tensors filled in place.
 
     These are the layer's own, and there is nothing left to do, unless a hook on ``state_dict()`` has made copies of
-    another dtype (``amp.decorate(save_dtype=...)``), or the class has its own ``set_state_dict``.
+    another dtype (``amp.decorate(save_dtype=...)``), or the class has its own ``state_dict`` or ``set_state_dict``.
+
+    Returns:
+        See :func:`restore`. Nothing of a class with its own ``set_state_dict``, which may have taken what Paddle's says
+        is not expected.
     """
-    if _overrides(layer, paddle.nn.Layer):
-        layer.set_state_dict(state)
-        return
+    filled = set(map(id, state.values()))
     own = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
-    if any(id(value) not in own for value in state.values()):
-        taken = layer.set_state_dict(_in_own_dtypes(layer, state))
-        unknown = taken[1] if isinstance(taken, tuple) and len(taken) == 2 else ()
-        if unknown:
-            raise UnsupportedValueError(
-                f"its state_dict() has copies under names that its set_state_dict() passes over: "
-                f"{', '.join(map(str, unknown[:5]))}{', ...' * (len(unknown) > 5)}"
-            )
+    has_setter = _overrides(layer, paddle.nn.Layer)
+    if not has_setter and filled <= own:
+        return []
+    given = dict(state)  # which a class's own setter may take apart
+    taken = layer.set_state_dict(state if has_setter else _in_own_dtypes(layer, state))
+    missing, unexpected = taken if isinstance(taken, tuple) and len(taken) == 2 else ((), ())
+    not_taken = [key for key in unexpected if key in given and id(given[key]) not in own]
+    names = set(missing)  # a wrapper's setter says them without the wrapper's own name for what it wraps
+    lost = [
+        tensor
+        for key, tensor in (_own_tensors(layer).items() if names else ())
+        if id(tensor) not in filled and not names.isdisjoint(key[at:] for at in _starts(key))
+    ]
+    copies = [key for key in not_taken if isinstance(given[key], paddle.Tensor)]
+    if has_setter:  # it may have given them to what is no parameter, if they are not just like one
+        shapes = [list(tensor.shape) for tensor in lost]
+        copies = [key for key in copies if key in names or list(given[key].shape) in shapes]
+    if lost and copies:
+        raise UnsupportedValueError(
+            f"its state_dict() has copies under names that its set_state_dict() passes over: "
+            f"{', '.join(map(str, copies[:5]))}{', ...' * (len(copies) > 5)}"
+        )
+    return [] if has_setter else not_taken
+
+
+def _starts(key: str) -> list[int]:
+    """Where the parts of a key with dots start."""
+    return [0, *(i + 1 for i, letter in enumerate(key) if letter == ".")]
+
+
+def _own_tensors(layer: Any) -> dict[str, Any]:
+    """A layer's parameters and buffers by all keys that they have, where a hook on ``state_dict()`` is left out."""
+    own = dict(layer._state_dict_impl(use_hook=False))
+    return {key: tensor for key, tensor in own.items() if isinstance(tensor, paddle.Tensor)}
 
 
 def _in_own_dtypes(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """The state with each tensor in its dtype in the layer; ``set_state_dict`` takes no other."""
-    own = [*layer.named_parameters(), *layer.named_buffers()]
-    by_key, by_name = dict(own), {tensor.name: tensor for _, tensor in own}
+    by_key = _own_tensors(layer)
+    by_name = {tensor.name: tensor for tensor in by_key.values()}
     converted = dict(state)
     for key, value in state.items():
         if isinstance(value, paddle.Tensor):
-            target = by_key.get(key, by_name.get(value.name))  # a shared parameter has only one key here
+            target = by_key.get(key, by_name.get(value.name))
             if target is not None and target.dtype != value.dtype:
                 converted[key] = value.cast(target.dtype)
     return converted
 
 
-def _restore_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+def _restore_optimizer(optimizer: Any, state: dict[str, Any]) -> list[str]:
     """Give an optimizer its state back: what :func:`optimizer_state` returned, with the tensors filled in place.
 
     What is left to do is the learning rate's scheduler; for a LookAhead, the optimizer in it and the number of steps. A
-    class with its own ``set_state_dict`` gets everything.
+    class with its own ``set_state_dict`` gets everything. Returns what :func:`restore` does.
     """
+    not_taken = []
     owner = _inner(optimizer)
     if is_look_ahead(owner):
         state = dict(state)
-        _restore_optimizer(owner.inner_optimizer, state.pop(INNER, {}))
+        not_taken += _restore_optimizer(owner.inner_optimizer, state.pop(INNER, {}))
         _set_steps(owner, state.pop(STEPS, 0))
     if _overrides(owner, paddle.optimizer.Optimizer):
         owner.set_state_dict(dict(state))
-        return
+        return not_taken
     _restore_rate(getattr(owner, "_learning_rate", None), state)
+    if not is_of_paddle(type(owner)):  # a class that adds to the state, and does not take it back
+        tables = [getattr(owner, "_master_weights", {}), *getattr(owner, "_accumulators", {}).values()]
+        own = {id(tensor) for by_name in tables for tensor in by_name.values()}
+        not_taken += [key for key, one in state.items() if key not in (SCHEDULER, MASTERS) and id(one) not in own]
+    return not_taken
 
 
 def _set_steps(optimizer: Any, steps: int) -> None:

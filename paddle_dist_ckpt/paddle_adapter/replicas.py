@@ -11,7 +11,7 @@ from paddle.distributed.communication.group import Group
 
 from .device import name_of
 from .objects import is_optimizer, optimizer_state
-from .wrappers import refusal
+from .wrappers import refusal, without_data_parallel
 
 __all__ = ["each", "first_rank", "layers", "optimizers", "place_of", "state_of"]
 
@@ -26,13 +26,7 @@ def layers(value: Any) -> Any:
         TypeError: it is something else.
     """
     _check("model", value, lambda one: isinstance(one, paddle.nn.Layer), "paddle.nn.Layer")
-    return each(value, _without_wrapper)
-
-
-def _without_wrapper(layer: Any) -> Any:
-    while isinstance(layer, paddle.DataParallel):
-        layer = layer._layers
-    return layer
+    return each(value, without_data_parallel)
 
 
 def optimizers(value: Any) -> Any:

@@ -120,9 +120,9 @@ class PaddleAdapter:
         """See :class:`..tree.state_dict.Adapter`."""
         return id(_local(tensor))
 
-    def restore(self, value: Any, state: dict[Any, Any]) -> None:
+    def restore(self, value: Any, state: dict[Any, Any]) -> list[str]:
         """See :class:`..tree.state_dict.Adapter`."""
-        objects.restore(value, state)
+        return objects.restore(value, state)
 
     def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> set[int]:
         """See :class:`..tree.state_dict.Adapter`."""

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-__all__ = ["INNER", "STEPS", "is_look_ahead", "is_of_paddle", "is_wrapper", "refusal", "unwrapped"]
+__all__ = [
+    "INNER",
+    "STEPS",
+    "is_look_ahead",
+    "is_of_paddle",
+    "is_wrapper",
+    "refusal",
+    "unwrapped",
+    "without_data_parallel",
+]
 
 INNER, STEPS = "inner_optimizer", "steps"
 """Where a LookAhead's state has that of the optimizer in it, and the number of steps."""
@@ -89,6 +98,13 @@ def unwrapped(value: Any) -> Any:
     while (name := _found(_WRAPPED, value)) is not None:
         value = getattr(value, _WRAPPED[name])
     return value
+
+
+def without_data_parallel(layer: Any) -> Any:
+    """The layer that Paddle's ``DataParallel`` holds, whose state it passes on; any other as it is."""
+    while "DataParallel" in _paddles(layer):
+        layer = layer._layers
+    return layer
 
 
 def is_look_ahead(value: Any) -> bool:

@@ -121,9 +121,10 @@ class NumpyAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         return id(tensor)
 
-    def restore(self, value: Any, state: dict[Any, Any]) -> None:
+    def restore(self, value: Any, state: dict[Any, Any]) -> list[str]:
         """See :class:`..core.tensors.TensorAdapter`."""
         set_state(value, state)
+        return []
 
     def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> set[int]:
         """See :class:`..core.tensors.TensorAdapter`."""

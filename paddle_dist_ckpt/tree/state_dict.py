@@ -75,12 +75,15 @@ class Adapter(TensorAdapter, Protocol):
         """
         ...
 
-    def restore(self, value: Any, state: dict[Any, Any]) -> None:
+    def restore(self, value: Any, state: dict[Any, Any]) -> list[str]:
         """Give an object its state back, of which the tensors that it has already are filled.
 
         Args:
             value: The object.
             state: The dict that :meth:`open_object` gave, with other values; or another one, for a FREE object.
+
+        Returns:
+            The entries that it is known not to take.
         """
         ...
 

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import CheckpointError, CheckpointTimeoutError, copy_checkpoint, rebuild_metadata, verify
-from paddle_dist_ckpt.folder import lease
+from paddle_dist_ckpt.core.decoding import decoding
+from paddle_dist_ckpt.files import codec
+from paddle_dist_ckpt.folder import ids, lease
 from paddle_dist_ckpt.folder.claims import is_abandoned
 from paddle_dist_ckpt.manager import prune
 from paddle_dist_ckpt.manager import steps as steps_module
@@ -142,6 +144,30 @@ def test_a_step_that_the_disk_does_not_give_may_be_the_latest(
             steps.latest()
     else:
         assert steps.latest() == 2
+    steps.look()
+    assert steps.latest() == 2
+
+
+def test_a_step_that_memory_was_too_short_for_may_be_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not passed over as one that is damaged is."""
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    real = codec.decode_note
+
+    def short(data: bytes, name: str, unique_id: int) -> Any:
+        with decoding(name):
+            if unique_id == 2:
+                raise MemoryError
+        return real(data, name, unique_id)
+
+    monkeypatch.setattr(ids, "decode_note", short)
+    steps = Steps(tmp_path, "note")
+    steps.look()
+    with pytest.raises(CheckpointError, match=r"2 cannot be read, and may be the latest step: 2.*not enough memory"):
+        steps.latest()
+    monkeypatch.undo()
     steps.look()
     assert steps.latest() == 2
 

@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
+from paddle.amp.auto_cast import StateDictHook
 
 from paddle_dist_ckpt import (
     CheckpointError,
@@ -761,13 +762,88 @@ class Renaming(paddle.nn.Layer):
         return {f"net.{key}": value.clone() for key, value in super().state_dict(*args, **more).items()}
 
 
+class Passing(paddle.nn.Layer):
+    """A wrapper that passes its state on."""
+
+    def __init__(self, layer: paddle.nn.Layer) -> None:
+        super().__init__()
+        self.held = layer
+
+    def state_dict(self, *args: Any, **more: Any) -> Any:
+        return self.held.state_dict(*args, **more)
+
+    def set_state_dict(self, state: Any, *args: Any, **more: Any) -> Any:
+        return self.held.set_state_dict(state, *args, **more)
+
+
+def transposing() -> paddle.nn.Layer:
+    """One whose state_dict() has copies of other shapes."""
+    layer = paddle.nn.Sequential(paddle.nn.Linear(2, 3))
+    layer.register_state_dict_hook(lambda state: {key: value.T.contiguous() for key, value in state.items()})
+    return layer
+
+
 @pytest.mark.filterwarnings("ignore:Skip loading")
-def test_copies_that_a_layer_does_not_take_back_are_not_called_loaded(tmp_path: Path) -> None:
-    save_state_dict({"model": Renaming()}, tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"model: the Renaming did not take its state: .*passes over: net.fc.weig"
-    ):
-        load_state_dict({"model": Renaming()}, tmp_path)
+@pytest.mark.parametrize("wrap", [lambda layer: layer, paddle.DataParallel, Passing], ids=["bare", "parallel", "own"])
+@pytest.mark.parametrize(("make", "key"), [(Renaming, "net.fc.weig"), (transposing, "0.weight")])
+def test_copies_that_a_layer_does_not_take_back_are_not_called_loaded(
+    tmp_path: Path, make: Any, key: str, wrap: Any
+) -> None:
+    save_state_dict({"model": wrap(make())}, tmp_path)
+    with pytest.raises(CheckpointError, match=rf"model: the \w+ did not take its state: .*passes over: {key}"):
+        load_state_dict({"model": wrap(make())}, tmp_path)
+
+
+class Adding(paddle.nn.Layer):
+    """One that adds a value and a tensor to its state_dict()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = paddle.nn.Linear(2, 2)
+        self.count, self.mean = 0, paddle.zeros([2])
+
+    def state_dict(self, *args: Any, **more: Any) -> Any:
+        return {**super().state_dict(*args, **more), "count": self.count, "mean": self.mean.clone()}
+
+
+class AddingAdam(paddle.optimizer.Adam):
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "count": 3}
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, paddle.DataParallel], ids=["bare", "parallel"])
+def test_what_an_object_adds_to_its_state_and_does_not_take_back_is_said_to_be_left(
+    tmp_path: Path, wrap: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, loaded = Adding(), Adding()
+    states = [
+        {"model": wrap(model), "optimizer": AddingAdam(parameters=model.parameters())} for model in (saved, loaded)
+    ]
+    save_state_dict(states[0], tmp_path)
+    report = load_state_dict(states[1], tmp_path, options=LoadOptions(strict="all"))
+    assert sorted(report.skipped_keys) == ["model.count", "model.mean", "optimizer.count"]
+    assert "optimizer.count: left as it is, for the AddingAdam adds it to its state_dict()" in caplog.text
+    assert bool((saved.fc.weight == loaded.fc.weight).all())
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, paddle.DataParallel], ids=["bare", "parallel"])
+@pytest.mark.parametrize("names", [True, False])
+def test_copies_of_another_dtype_are_taken_back(tmp_path: Path, wrap: Any, names: bool) -> None:
+    def make() -> paddle.nn.Layer:
+        first, second = paddle.nn.Linear(2, 2), paddle.nn.Linear(2, 2)
+        second.weight = first.weight  # which has two keys then
+        model = paddle.nn.Sequential(first, second)
+        model.to(dtype="bfloat16")
+        hook = StateDictHook("float32") if names else lambda state: {k: v.cast("float32") for k, v in state.items()}
+        model.register_state_dict_hook(hook)
+        return model
+
+    saved, loaded = make(), make()
+    save_state_dict({"model": wrap(saved)}, tmp_path)
+    assert load_state_dict({"model": wrap(loaded)}, tmp_path).skipped == ()
+    for a, b in zip(saved.parameters(), loaded.parameters(), strict=True):
+        assert b.dtype == paddle.bfloat16
+        assert bool((a == b).all())
 
 
 def test_no_tensor_is_made_in_static_mode(tmp_path: Path) -> None:
