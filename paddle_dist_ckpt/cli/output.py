@@ -96,4 +96,4 @@ def print_columns(rows: Iterable[Sequence[str]], head: Sequence[str] = (), right
 
 def _coloured(err: bool) -> bool:
     stream = sys.stderr if err else sys.stdout
-    return stream.isatty()
+    return stream is not None and stream.isatty()  # none: it was closed before the command began

@@ -61,7 +61,10 @@ def prune(
         raise CheckpointNotFoundError(no_steps_text(root))
     retention = Retention(keep_last, keep_every, (name, mode) if best is not None else None)
     plan = plan_prune(Path(facts.path), retention, dry_run)
-    sizes = {step.step: step.bytes for step in facts.steps}
+    sizes = {step.step: step.bytes for step in facts.steps} | plan.abandoned_bytes
+    if name and plan.doomed and not any(name in step.metrics for step in facts.steps):
+        known = ", ".join(sorted({metric for step in facts.steps for metric in step.metrics})) or "none"
+        raise typer.BadParameter(f"no step has the metric {name!r}; their metrics: {known}", param_hint="--best")
     done = Pruned(plan.kept, plan.doomed, plan.abandoned, plan.littered, [], [], [], [], [])
     doomed = [*plan.doomed, *plan.abandoned]
     if (doomed or plan.littered) and not dry_run:
@@ -74,13 +77,14 @@ def prune(
         what = f"{count(len(doomed), 'step')} of {len(plan.kept) + len(doomed)}, {size}" if doomed else "what is left"
         confirm(f"Remove {what}?", yes)
         done = carry_out(plan)
-    freed = sum(sizes.get(step, 0) for step in done.removed if step not in done.unfinished)
+    freed = sum(sizes.get(step, 0) for step in [*done.removed, *done.abandoned] if step not in done.unfinished)
     if json:
         print_json({"path": facts.path, **asdict(done), "bytes": freed, "dry_run": dry_run})
     else:
         _say_what_became(done, freed, dry_run)
     if problems := _problems(done):
-        say("\n".join(problems), err=True)
+        for problem in problems:
+            say(problem, err=True)
         raise typer.Exit(1)
 
 
@@ -108,7 +112,8 @@ def _say_what_became(done: Pruned, freed: int, dry_run: bool) -> None:
         verb = "would remove" if dry_run else "removed"
         say(f"{verb} what dead saves have left beside {_listed(done.tidied)}")
     if done.left:
-        say(f"left, for they were saved anew or somebody is at work there: {_listed(done.left)}")
+        reasons = "they were saved anew, somebody is at work there, or something else is in the folder"
+        say(f"left, for {reasons}: {_listed(done.left)}")
 
 
 def _listed(steps: list[int]) -> str:

@@ -60,12 +60,15 @@ def recipes(
       paddle-dist-ckpt recipes checkpoints aoa_config.json
       paddle-dist-ckpt recipes checkpoints recipes.py --into exported '*.qkv.weight'
     """
+    from ..errors import CheckpointNotFoundError
     from ..storage import as_source
     from .making import read_rules, recipes_facts
 
     alone_only("recipes")
     wanted = None if into is None else as_source(into)
     facts = recipes_facts(as_source(path), unique_id, read_rules(rules), wanted, pattern, cast)
+    if pattern is not None and not (facts.made or facts.as_stored or facts.left or facts.problems):
+        raise CheckpointNotFoundError(f"no wanted tensor matches {pattern!r}")
     facts = replace(facts, path=os.path.abspath(path))
     print_json(facts) if json else _print(facts, everything)
     raise typer.Exit(1 if facts.problems else 0)

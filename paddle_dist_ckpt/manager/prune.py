@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..files.names import parse_data_file
 from ..folder.checkpoint import read_checkpoint
 from ..folder.delete import warn_of_files_elsewhere
 from ..storage import LocalStorage
@@ -28,6 +30,7 @@ class PrunePlan:
         doomed: The committed steps that go, ascending.
         abandoned: Steps that were never committed, and that nobody works on any more; they go as well.
         littered: Those of ``kept`` beside which dead saves have left something, which goes.
+        abandoned_bytes: What the data files in the folders of ``abandoned`` have.
     """
 
     steps: Steps
@@ -36,6 +39,7 @@ class PrunePlan:
     doomed: list[int]
     abandoned: list[int]
     littered: list[int]
+    abandoned_bytes: dict[int, int]
 
 
 def plan_prune(root: Path, retention: Retention, dry_run: bool = False) -> PrunePlan:
@@ -50,7 +54,20 @@ def plan_prune(root: Path, retention: Retention, dry_run: bool = False) -> Prune
     now = time.time() if dry_run else None
     kept = [step for step in sorted(steps.metrics) if step not in doomed]
     littered = [step for step in steps.littered(now=now) if step in kept]
-    return PrunePlan(steps, root, kept, doomed, steps.abandoned(now=now), littered)
+    abandoned = steps.abandoned(now=now)
+    sizes = {step: _data_bytes(LocalStorage(step_folder(root, step))) for step in abandoned}
+    return PrunePlan(steps, root, kept, doomed, abandoned, littered, sizes)
+
+
+def _data_bytes(storage: LocalStorage) -> int:
+    """What the data files in a folder have, as far as that can be seen."""
+    total = 0
+    with suppress(OSError):
+        for name in storage.names():
+            if parse_data_file(name) is not None:
+                with suppress(OSError):
+                    total += storage.size(name)
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +79,8 @@ class Pruned:
         removed: The steps that were committed and are gone, ascending,
         abandoned: and those that were not.
         tidied: Committed steps that stay, without what dead saves had left beside them.
-        left: Steps that stay, for they were saved anew, or somebody is at work in their folders.
+        left: Steps that stay, for they were saved anew, or somebody is at work in their folders; and those that were
+            never committed, if something else is in the folder.
         refused: Steps that stay, for the storage has refused to remove them.
         untidied: Steps that stay, beside which what dead saves have left could not be removed.
         unfinished: Removed steps of which data files could not be removed; a later save or prune does it.
@@ -97,12 +115,13 @@ def carry_out(plan: PrunePlan) -> Pruned:
         for removal in left.values():  # an interrupt
             removal.leave()
     still = [step for step in plan.doomed if step in plan.steps.metrics]
-    stay = [*still, *(step for step in plan.abandoned if step not in begun)]
+    gone = [step for step in plan.abandoned if step in begun and not os.path.lexists(step_folder(plan.root, step))]
+    stay = [*still, *(step for step in plan.abandoned if step not in gone)]
     refused = [step for step in stay if step in plan.steps.refused]
     return Pruned(
         kept=sorted({*plan.kept, *still}),
         removed=[step for step in plan.doomed if step in begun],
-        abandoned=[step for step in plan.abandoned if step in begun],
+        abandoned=gone,
         tidied=[step for step in plan.littered if step in begun],
         left=[step for step in stay if step not in refused],
         refused=refused,

@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from ..files.names import metadata_id, parse_claim, parse_data_file
 from ..folder.checkpoint import read_checkpoint
 from ..storage import LocalStorage, Storage, as_source, local_path
 from .facts import facts_of
@@ -31,6 +32,7 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: its metadata are damaged.
+        FileExistsError: ``out`` is there, and no regular file, or has the name of a checkpoint's file.
         OSError: the file cannot be written.
     """
     storage = as_source(path)
@@ -39,9 +41,21 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     page = page_of(facts_of(metadata, storage.location, sizes))
     target = Path(out).expanduser()
     local_path(target, "out")
+    _check_replaceable(target)
     temporary = f".{target.name}.{secrets.token_hex(8)}.tmp"
     LocalStorage(target.parent).publish(target.name, page.encode(), temporary, replace=True)
     return target
+
+
+def _check_replaceable(target: Path) -> None:
+    """Refuse to put a page in the place of something else than a page."""
+    is_page = target.is_file() and not target.is_symlink()
+    parsers = (metadata_id, parse_data_file, parse_claim)
+    if target.is_symlink() or target.exists():
+        is_part = any(parse(target.name) is not None for parse in parsers)
+        if is_part or not is_page:
+            what = "is a file of a checkpoint's" if is_part else "is there, and no regular file"
+            raise FileExistsError(f"{target} {what}; give the page another name")
 
 
 def _size(storage: Storage, name: str) -> int | str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,52 @@ def test_delete_says_what_it_could_not_remove(tmp_path: Path, monkeypatch: pytes
     assert answer("delete", tmp_path / "json", 1, "-y", code=1)["unfinished"]
     text = fails("delete", tmp_path / "text", 1, "-y", code=1)
     assert text.endswith(", but data files could not be removed; they are left to a later save\n")
+
+
+def test_prune_by_a_metric_that_no_step_has_removes_nothing(tmp_path: Path) -> None:
+    steps(tmp_path, s100=0.5, s200=0.7)
+    for option in ("-y", "--dry-run"):
+        assert "their metrics: loss" in fails("prune", tmp_path, "--keep-last", 1, "--best", "losss:min", option)
+    assert len(committed(tmp_path)) == 2
+
+
+def test_prune_does_not_call_removed_what_stays_for_something_else_in_the_folder(tmp_path: Path) -> None:
+    steps(tmp_path, s100=0.5, s200=0.7, s300=0.8)
+    for step in (100, 200):
+        folder = step_folder(tmp_path, step)
+        (folder / f"{step}.metadata").unlink()
+        (data,) = folder.iterdir()
+        data.write_bytes(bytes(3000))
+        (folder / f"{step}.{data.name.split('.')[1]}.claim").write_text("{}")
+        if step == 100:
+            (folder / "notes.txt").write_text("kept")
+        for path in (*folder.iterdir(), folder):
+            age(path)
+    planned = answer("prune", tmp_path, "--keep-last", 1, "--dry-run")
+    assert (planned["abandoned"], planned["bytes"]) == ([100, 200], 6000)
+    found = answer("prune", tmp_path, "--keep-last", 1, "-y")
+    assert (found["abandoned"], found["left"], found["bytes"]) == ([200], [100], 3000)
+    assert (step_folder(tmp_path, 100) / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("kind", ["metadata", "data", "link", "folder", "device"])
+def test_a_report_takes_the_place_of_nothing_but_a_page(tmp_path: Path, kind: str) -> None:
+    steps(tmp_path, s100=0.5)
+    folder = step_folder(tmp_path, 100)
+    (data,) = folder.glob("*.safetensors")
+    out = {"metadata": folder / "100.metadata", "data": data}.get(kind, tmp_path / "page.html")
+    if kind == "link":
+        out.symlink_to(folder / "100.metadata")
+    elif kind == "folder":
+        out.mkdir()
+    elif kind == "device":
+        os.mkfifo(out)  # which anybody may make
+    says = "a file of a checkpoint" if kind in ("metadata", "data") else "no regular file"
+    assert says in fails("report", folder, "--out", out)
+    assert out.is_symlink() == (kind == "link")
+    assert verify(folder).ok
+    run("report", folder, "--out", tmp_path / "other.html")
+    run("report", folder, "--out", tmp_path / "other.html")
 
 
 def test_wrong_use_of_prune(tmp_path: Path) -> None:

@@ -70,6 +70,12 @@ def test_which_of_the_rules_and_of_the_keys(saved: Path, tmp_path: Path) -> None
     assert "half" not in run("recipes", saved, tmp_path / "rules.py", "*.qk")
 
 
+def test_a_pattern_that_no_wanted_tensor_has(saved: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.py"
+    rules.write_text("recipes = {}")
+    assert "no wanted tensor matches 'x.*'" in fails("recipes", saved, rules, "x.*")
+
+
 def test_what_does_not_fit(saved: Path, tmp_path: Path) -> None:
     facts = answer("recipes", saved, f"{tmp_path}/rules.py:gone", code=1)
     assert [made["key"] for made in facts["made"]] == ["half"]
