@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -148,8 +149,8 @@ class _Coordinator:
         self._folders(out.parent).prepare()
         hidden = out.parent / f".{out.name}.export-{self._save.save_id}"
         self._folders.run("making", hidden, hidden.mkdir, lambda _: hidden.rmdir())
-        self._hidden, token = hidden, hidden / _TOKEN
-        self._folders.run("a write to", token, lambda: token.write_text(self._save.save_id, encoding="ascii"))
+        self._hidden = hidden
+        self._folders(hidden).publish(_TOKEN, self._save.save_id.encode(), f"{_TOKEN}.tmp", replace=True)
         answer = encode(BeginAnswer(metadata.unique_id, metadata.save_id, str(hidden), self._save))
         return dict.fromkeys(messages, answer)
 
@@ -204,6 +205,7 @@ class _Coordinator:
     def _publish(self, out: Path) -> None:
         assert self._hidden is not None
         if not FORMATS[self._request.format].is_file:
+            _be_as(out, self._hidden)
             rename(self._hidden, out)
         elif not give_name(self._hidden / self.plan.files[0].name, out):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
@@ -212,6 +214,15 @@ class _Coordinator:
         """Remove the hidden folder, if it still is one."""
         if self._hidden is not None:
             self._folders.end_with("removing", self._hidden, functools.partial(_remove, self._hidden))
+
+
+def _be_as(empty: Path, folder: Path) -> None:
+    """Give a folder the mode, and if that may be the owner, of an empty one whose place it takes, if there is one."""
+    with suppress(FileNotFoundError):
+        found = empty.stat()
+        with suppress(PermissionError):
+            os.chown(folder, found.st_uid, found.st_gid)
+        os.chmod(folder, stat.S_IMODE(found.st_mode))  # afterwards: a change of the owner takes bits away
 
 
 def _remove(hidden: Path) -> None:
@@ -244,6 +255,8 @@ def _check_free(request: ExportRequest) -> None:
     out, is_file = Path(request.out), FORMATS[request.format].is_file
     if out.is_symlink() or (out.exists() and (is_file or not out.is_dir() or any(out.iterdir()))):
         raise ValueError(f"{out} is there already; an export makes a new file or folder, or fills an empty folder")
+    if out.is_mount():
+        raise ValueError(f"{out} is the root of a filesystem, whose place an export cannot take; name a folder in it")
 
 
 def _warn_of_others(out: Path, source: Storage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,13 @@ def test_what_the_format_cannot_hold(tmp_path: Path) -> None:
 def test_a_place_that_is_taken(tmp_path: Path) -> None:
     saved(tmp_path / "ckpt")
     (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o2750)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "is_mount", lambda self: True)
+        with pytest.raises(ValueError, match="out is the root of a filesystem"):
+            export(tmp_path / "ckpt", tmp_path / "out")
     export(tmp_path / "ckpt", tmp_path / "out", keys="*.flag")  # an empty folder is filled
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o2750
     before = files_in(tmp_path / "out")
     for place in ("out", "ckpt", "out/model.safetensors"):
         with pytest.raises(ValueError, match="is there already"):
