@@ -60,7 +60,11 @@ class StateDictMismatchError(CheckpointError):
 
 
 class UnsupportedValueError(CheckpointError):
-    """A value in the state_dict cannot be stored. Raised before a byte is written."""
+    """Something in the state_dict cannot be stored, or the ranks' parts do not fit together. Nothing is committed.
+
+    Raised before a byte is written, but for copies of distributed tensors that differ with ``check_replicas="error"``:
+    these are compared while files are written.
+    """
 
 
 class DurabilityUnknownError(CheckpointError):

@@ -104,8 +104,8 @@ class LoadOptions:
         timeout: How long a rank may be silent, in seconds, before the others give up on it.
         no_dist: Load this rank's state_dict alone, even in a job of many ranks.
         strict: Raise if a wanted key is missing or does not fit. With False, what fits is loaded and the report names
-            the rest. With ``"all"``, also raise for stored keys that nothing asks for, and for statements of an
-            ``aoa_config`` that have no effect.
+            the rest. With ``"all"``, also raise for stored keys that nothing asks for, for statements of an
+            ``aoa_config`` that have no effect, and for keys of a ``key_map`` that match nothing.
         allow_missing: Patterns (as in :func:`fnmatch.fnmatchcase`) of wanted flat keys that need not be stored. Those
             that are not stored are left as they are, and the report names them; but master weights are set to their
             parameters, if these are loaded.
@@ -115,8 +115,9 @@ class LoadOptions:
             flat keys, of which the first match counts: ``{"*embed.weight*": 0}``. A longer tensor keeps its contents
             beyond the stored length. With ``(axis, n)`` it may also be shorter; both must be at least n long, and what
             is stored beyond is left out.
-        cast: Convert where dtypes differ: float to float, int to a wider int, bool to int, real to complex. A finite
-            value that the target cannot hold is an error.
+        cast: Convert where dtypes differ: float to any float, integer to an integer type that holds all its values,
+            bool to any integer, float or complex to any complex; nothing else. A finite value that the target cannot
+            hold is an error.
         per_rank: What to do with :class:`PerRank` values that another number of ranks saved: ``"refuse"`` raises,
             ``"by_rank"`` gives each rank the value of the rank with the same number and leaves additional ranks as they
             are, ``"coordinator"`` gives all ranks the value of the lowest rank.

@@ -22,8 +22,8 @@ def delete(
     """Remove a checkpoint from its folder, after asking.
 
     Its .metadata goes first, for good; then its data files, but for those that another checkpoint of the folder refers
-    to. If the process is killed on the way, the next save to the folder removes what is left. Nothing is removed while
-    somebody is saving to the folder.
+    to. If the process is killed on the way, a later save to the folder removes what is left, from five minutes after
+    that on. Nothing is removed while somebody is saving to the folder.
 
     \b
     Example:
