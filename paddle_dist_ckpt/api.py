@@ -78,10 +78,10 @@ def save_state_dict(
     Args:
         state_dict: Dicts with str or int keys, lists and tuples, nested as you like, of: paddle Tensors (plain ones,
             which are taken for replicas, and DistTensors), ShardedWeights and numpy arrays; values, which are None,
-            bool, int, float, complex, str, bytes, numpy scalars, and lists, tuples and dicts of these, and must be
-            equal on all ranks; :class:`PerRank` for a value of which each rank has its own; and objects with
-            ``state_dict()`` and ``set_state_dict()`` or ``load_state_dict()``, such as a layer, an optimizer, a
-            scheduler, a DistModel.
+            bool, int, float, complex, str, bytes, numpy scalars, and lists, tuples and dicts of these, meant to be
+            equal on all ranks (see ``SaveOptions.check_replicas``); :class:`PerRank` for a value of which each rank has
+            its own; and objects with ``state_dict()`` and ``set_state_dict()`` or ``load_state_dict()``, such as a
+            layer, an optimizer, a scheduler, a DistModel.
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         process_group: The Paddle group whose ranks save together; None for the default group.
         coordinator_rank: Global rank of the coordinator, which plans and commits; must be the same on every rank.

@@ -21,6 +21,7 @@ from paddle_dist_ckpt.testing.catalogs import read_catalog
 from paddle_dist_ckpt.testing.faults import FaultyStorage
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
 from paddle_dist_ckpt.tree.paths import ListIndex, TupleIndex
+from test.pace import slowness
 from test.readers.golden import GOLDEN, golden_checkpoint
 from test.readers.measured import measured
 from test.readers.torch_writer import DTYPES, Call, DCPWriter, Global, Outside, saved, tensor
@@ -586,7 +587,7 @@ def test_many_that_cannot_be_held_take_little_time_and_memory(tmp_path: Path) ->
     (taken,) = measured([tmp_path])
     assert taken["error"] is None or "more time and memory" in taken["error"]
     assert taken["memory"] < 64 << 20
-    assert taken["seconds"] < 2  # one, on a machine that has nothing else to do
+    assert taken["seconds"] < 2 * slowness()  # one, on a machine that has nothing else to do
 
 
 @pytest.mark.parametrize("make", [many_chunks, long_paths, shared_lists, deep_lists, cyclic_lists, shared_tensors])
