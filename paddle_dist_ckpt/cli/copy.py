@@ -22,7 +22,7 @@ def copy(
     """Copy a checkpoint to another folder, and verify it on the way.
 
     Every block is verified before it is written. The copy is seen when all of it is there and durable, and not before;
-    what fails leaves nothing behind. It keeps its number, which must be free in OUT.
+    what fails leaves no file behind. It keeps its number, which must be free in OUT.
 
     \b
     Example:

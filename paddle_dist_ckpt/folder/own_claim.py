@@ -19,6 +19,12 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 def lost_claim(storage: Storage, name: str) -> CheckpointError:
     """The error of a save whose claim, of this name, is gone."""
     claim = f"{storage.location}/{name}"
+    try:
+        storage.identity()
+    except FileNotFoundError:
+        return CheckpointError(f"the claim {claim} is gone, and the folder with it: somebody has removed it meanwhile")
+    except OSError:
+        pass  # what is known is that the claim is gone
     return CheckpointError(f"the claim {claim} is gone: another save took this one, which was silent, for dead")
 
 

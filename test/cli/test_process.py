@@ -73,6 +73,17 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert process("inspect", tmp_path / "a", "--id", "x").returncode == 2
 
 
+def test_what_a_command_does_without_stdout_it_does(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", ARRAYS)
+    for command in ("verify", "inspect"):
+        shell = ["sh", "-c", '"$0" "$@" >&-', *MODULE, command, str(tmp_path / "a")]
+        done = subprocess.run(shell, env=env(), stderr=subprocess.PIPE, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")
+    data_files(tmp_path / "a")[0].unlink()
+    shell = ["sh", "-c", '"$0" "$@" >&-', *MODULE, "verify", str(tmp_path / "a")]
+    assert subprocess.run(shell, env=env(), stderr=subprocess.PIPE, text=True, timeout=120).returncode == 1
+
+
 def test_tracebacks_are_for_those_who_ask(tmp_path: Path) -> None:
     evil = tmp_path / "\x1b]0;owned\x07"
     evil.mkdir()

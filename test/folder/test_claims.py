@@ -480,6 +480,13 @@ def test_the_claim_of_a_deletion_that_was_refused_does_not_speak_of_the_checkpoi
 # -- frozen saves
 
 
+def test_a_save_whose_folder_is_removed_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    (error,) = try_save([state(1)], FreezingStorage(folder, before=lambda: shutil.rmtree(folder)), 7)
+    assert isinstance(error, CheckpointError)
+    assert "is gone, and the folder with it: somebody has removed it meanwhile" in str(error)
+
+
 @pytest.mark.parametrize("unique_id", [None, 3])
 @pytest.mark.parametrize("when", ["early", "before", "after"])
 def test_a_save_that_froze_at_its_commit_and_was_taken_for_dead_does_not_commit(
