@@ -242,8 +242,10 @@ def restore(value: Any, state: dict[str, Any]) -> list[str]:
         UnsupportedValueError: so are copies of parameters or buffers, which have kept what they had.
     """
     value = unwrapped(value)
+    if isinstance(value, paddle.DataParallel) and not _overrides(value, paddle.DataParallel):
+        value = without_data_parallel(value)
     if isinstance(value, paddle.nn.Layer):
-        return _restore_layer(without_data_parallel(value), state)
+        return _restore_layer(value, state)
     if is_optimizer(value):
         return _restore_optimizer(value, state)
     if is_program(value):
