@@ -89,7 +89,10 @@ def read_rules(given: str) -> LoadOptions:
     file = f"{file}.py" if name else given
     if not file.endswith(".py"):
         raise ValueError(f"{given}: recipes come from a file that ends with .json or .py")
-    found = runpy.run_path(file)
+    try:
+        found = runpy.run_path(file)
+    except SystemExit as error:
+        raise ValueError(f"{file} ends the program ({error}) before it has defined anything") from None
     names = (name,) if name else _NAMES
     rules = [found[each]() if callable(found[each]) else found[each] for each in names if each in found]
     if not rules:

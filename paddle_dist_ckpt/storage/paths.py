@@ -20,7 +20,7 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
     Raises:
         TypeError: it is no path, or one of bytes.
         ValueError: it is empty, has a zero byte or a half of a surrogate pair in it that stands for no byte, or is a
-            URL rather than a path.
+            URL rather than a path; or it begins with ``~``, and there is no home folder.
         FileNotFoundError: it is relative, and the current folder has been removed.
     """
     text = os.fspath(path)
@@ -33,8 +33,11 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
         )
     if not text or "\0" in text or not _has_bytes(text):
         raise ValueError(f"{name} must name a local folder or file, not {text!r}; for other places pass a Storage")
+    expanded = os.path.expanduser(text)
+    if expanded == text and text.partition("/")[0] == "~":
+        raise ValueError(f"{name} is {text!r}, and there is no home folder: HOME is not set, nor is the user known")
     try:
-        return os.path.abspath(os.path.expanduser(text))
+        return os.path.abspath(expanded)
     except FileNotFoundError as error:
         raise FileNotFoundError(error.errno, "the current folder, to which it is relative, is gone", text) from error
 

@@ -74,6 +74,8 @@ def test_a_pattern_that_no_wanted_tensor_has(saved: Path, tmp_path: Path) -> Non
     rules = tmp_path / "rules.py"
     rules.write_text("recipes = {}")
     assert "no wanted tensor matches 'x.*'" in fails("recipes", saved, rules, "x.*")
+    rules.write_text("import sys; sys.exit(0)")
+    assert "rules.py ends the program (0)" in fails("recipes", saved, rules)
 
 
 def test_what_does_not_fit(saved: Path, tmp_path: Path) -> None:

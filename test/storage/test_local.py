@@ -523,3 +523,11 @@ def test_what_a_link_leads_to_is_not_touched(tmp_path: Path, storage: LocalStora
     storage.touch("claim")
     assert (tmp_path / "theirs").stat().st_mtime == 1
     assert storage.modified("claim") > 1
+
+
+def test_without_a_home_folder_there_is_no_place_that_a_tilde_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda text: text)
+    for path in ("~", "~/ck"):
+        with pytest.raises(ValueError, match=r"path is '~.*', and there is no home folder"):
+            as_storage(path)
+    assert as_storage("~ck").location.endswith("/~ck")  # which may be called so
