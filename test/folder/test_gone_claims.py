@@ -458,7 +458,7 @@ def test_a_copy_whose_folder_is_removed_says_that_its_claim_is_gone(tmp_path: Pa
         if found == operation and not name.endswith(".claim"):
             shutil.rmtree(theirs)
 
-    with pytest.raises(CheckpointError, match="claim .* is gone: another save took this one"):
+    with pytest.raises(CheckpointError, match="claim .* is gone, and the folder with it"):
         copy(LocalStorage(ours), Storage(theirs, hook), 5, False)
     assert not theirs.exists()
 
