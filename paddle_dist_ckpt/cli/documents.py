@@ -114,13 +114,13 @@ def _text(value: Any, indent: str) -> str:
 
 def _plain(value: Any) -> Any:
     """A value in what JSON has: what it lacks becomes text."""
-    if type(value) is int and value in _INT64:
+    if isinstance(value, int) and value in _INT64:  # as nearly all where there are very many
         return value
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, str):
         return encodable(value)
-    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and value in _INT64):
+    if value is None or isinstance(value, float):
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]

@@ -177,12 +177,10 @@ def timeout_error(
     """
     missing = tuple(sorted(missing))
     silent, strange = [r for r in missing if r not in absent], [r for r in missing if r in absent]
-    said, advice = (
-        [],
-        (
-            "see whether they are alive and make the same calls in the same order (one under `if rank == 0:` takes "
-            "no_dist=True), or raise options.timeout"
-        ),
+    said = []
+    advice = (
+        "see whether they are alive and make the same calls in the same order (one under `if rank == 0:` takes "
+        "no_dist=True), or raise options.timeout"
     )
     if silent:
         said.append(f"{ranks_text(silent)} not heard of for {timeout:g} s")
