@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..core.box import whole
 from ..core.parts import Arranged, Arranger, IdleStatement, Part, SourceTensor, WantedTensor
-from ..planning.recipe_parts import RecipeError, make_parts
+from ..planning.recipe_parts import PartMaker, RecipeError
 from ..recipes import Recipe, filled, placeholders, stored_keys
 from .recipes import Matching, key_pattern, match_recipes
 
@@ -103,10 +103,11 @@ def _made(
             raise RecipeError(f"it is made of {key}, which in the checkpoint is {absent(key)}")
         return stored[key]
 
+    maker = PartMaker(find)
     made, problems = {}, []
     for key, recipe in matching.recipes.items():
         try:
-            shape, dtype, parts = make_parts(recipe, find)
+            shape, dtype, parts = maker.make(recipe)
             made[key] = Arranged(shape, parts, dtype.name)
         except RecipeError as error:
             problems.append(f"{key}: {error}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -139,18 +139,26 @@ class Needs:
             path = self.targets.path(int(self._target[need]))
             for shards in (by_path.setdefault(path, {}), by_shard):
                 shards.setdefault(shard, []).append(need)
-        return {path: self._touched_bytes(shards) for path, shards in by_path.items()}, self._touched_bytes(by_shard)
+        itemsize = self._table.itemsizes[self._table.shard_tensor[self._shard]].tolist()
+        like, known = self._like.tolist(), dict[tuple[int, ...], int]()
 
-    def _touched_bytes(self, shards: Mapping[int, list[int]]) -> int:
-        """How many bytes the blocks of some shards have that hold some needs."""
-        size, total = self.block_bytes, 0
-        for shard, needs in shards.items():
-            entry_bytes = int(self._entry_bytes[needs[0]])
-            itemsize = int(self._table.itemsizes[self._table.shard_tensor[shard]])
-            boxes = [self._boxes(need)[2] for need in needs]
-            for start, stop in touched_blocks(self._boxes(needs[0])[3], itemsize, boxes, size):
-                total += min(stop * size, entry_bytes) - start * size
-        return total
+        def touched_bytes(shards: Mapping[int, list[int]]) -> int:
+            total = 0
+            for needs in shards.values():
+                kind = (itemsize[needs[0]], *[like[need] for need in needs])
+                if kind not in known:
+                    known[kind] = self._touched_bytes(needs, itemsize[needs[0]])
+                total += known[kind]
+            return total
+
+        return {path: touched_bytes(shards) for path, shards in by_path.items()}, touched_bytes(by_shard)
+
+    def _touched_bytes(self, needs: Sequence[int], itemsize: int) -> int:
+        """How many bytes the blocks of a shard have that hold some needs of it."""
+        size, entry_bytes = self.block_bytes, int(self._entry_bytes[needs[0]])
+        boxes = [self._boxes(need)[2] for need in needs]
+        blocks = touched_blocks(self._boxes(needs[0])[3], itemsize, boxes, size)
+        return sum(min(stop * size, entry_bytes) - start * size for start, stop in blocks)
 
     def _are_batched(self, needs: IntArray) -> Mask:
         """Which of some needs are read in batches: those of small entries, ``[n]``."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from ..core.parts import Arranged, IdleStatement, Part, SourceTensor
 from ..core.shards import ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..planning.cover import covers_exactly
-from ..planning.recipe_parts import Made, RecipeError, make_parts, misfit
+from ..planning.recipe_parts import FilledRecipe, Made, PartMaker, RecipeError, misfit
 from ..recipes import Recipe, filled, placeholders, stored_keys
 from .messages import LoadAnswer, Mismatch
 from .wording import OVERLAPS_ITSELF
@@ -36,17 +37,17 @@ class Matching:
     """Which wanted tensors have recipes.
 
     Attributes:
-        recipes: The recipe of each path that has one, with its placeholders filled in.
+        recipes: The recipe of each path that has one.
         patterns: Whether each of the recipes' keys is that of a tensor.
     """
 
-    recipes: dict[str, Recipe] = field(default_factory=dict)
+    recipes: dict[str, FilledRecipe] = field(default_factory=dict)
     patterns: dict[str, bool] = field(default_factory=dict)
 
     @property
     def sources(self) -> list[str]:
         """The flat keys of all stored tensors in the recipes."""
-        return sorted({key for recipe in self.recipes.values() for key in stored_keys(recipe)})
+        return sorted({key for filled in self.recipes.values() for key in filled.keys.values()})
 
 
 def match_recipes(recipes: Mapping[str, Recipe], keys: Mapping[str, str]) -> Matching:
@@ -57,16 +58,18 @@ def match_recipes(recipes: Mapping[str, Recipe], keys: Mapping[str, str]) -> Mat
         keys: The tensors' flat keys, by their paths.
     """
     matching = Matching(patterns=dict.fromkeys(recipes, False))
-    patterns = [(name, key_pattern(name), recipe) for name, recipe in recipes.items() if placeholders(name)]
+    written = {name: stored_keys(recipe) for name, recipe in recipes.items()}
+    patterns = [(name, key_pattern(name)) for name in recipes if placeholders(name)]
     for path, key in keys.items():
         if key in recipes and not placeholders(key):
-            matching.recipes[path] = recipes[key]
+            matching.recipes[path] = FilledRecipe(recipes[key], {one: one for one in written[key]})
             matching.patterns[key] = True
             continue
-        for name, pattern, recipe in patterns:
+        for name, pattern in patterns:
             match = pattern.fullmatch(key)
             if match is not None:
-                matching.recipes[path] = recipe.with_keys(functools.partial(filled, found=match.groupdict()))
+                found = match.groupdict()
+                matching.recipes[path] = FilledRecipe(recipes[name], {one: filled(one, found) for one in written[name]})
                 matching.patterns[name] = True
                 break
     return matching
@@ -111,8 +114,20 @@ class PartTargets:
     problems: list[Mismatch] = field(default_factory=list)
 
 
+class _LocalPart(NamedTuple):
+    """What a rank has of a part of a wanted tensor.
+
+    Attributes:
+        geometry: Of a tensor of the stored tensor's shape, of which the rank has that.
+        starts: For each shard of it in which of the wanted tensor's shards it is, and where it starts there, in bytes.
+    """
+
+    geometry: Geometry
+    starts: list[tuple[int, int]]
+
+
 def expand(
-    tensors: LocalTensors, recipes: Mapping[str, Recipe], answer: LoadAnswer, table: ShardTable, cast: bool
+    tensors: LocalTensors, recipes: Mapping[str, FilledRecipe], answer: LoadAnswer, table: ShardTable, cast: bool
 ) -> PartTargets:
     """Find what is filled of a rank's tensors.
 
@@ -129,24 +144,35 @@ def expand(
         return PartTargets(tensors, stored, [cast] * len(stored))
     result = PartTargets(LocalTensors(), [], [])
 
+    def find(key: str) -> SourceTensor:
+        place = table.index.get(answer.sources.get(key, ""))
+        if place is None:
+            raise RecipeError(f"it is made of {key}, which in the checkpoint is {answer.absent.get(key, 'missing')}")
+        return SourceTensor(table.shape_of(place), table.dtypes[place])
+
     @functools.cache
     def overlapping(number: int) -> bool:
         geometry = tensors.geometries[number]
         return any(overlaps_itself(geometry, piece) for piece in geometry.shards)
 
+    @functools.cache
+    def local_part(number: int, shape: tuple[int, ...], *part: Any) -> _LocalPart:
+        return _local_part(tensors.geometries[number], Part("", *part), shape)
+
+    maker = PartMaker(find)
     shard = 0
     for i, path in enumerate(tensors.paths):
-        geometry = tensors.geometries[tensors.geometry[i]]
+        number = tensors.geometry[i]
+        geometry = tensors.geometries[number]
         addresses = tuple(tensors.addresses[shard : shard + len(geometry.shards)])
         shard += len(addresses)
-        view = TensorView(geometry, addresses, tensors.owners[i], tensors.names[i])
         if path not in recipes and path not in answer.parts:
-            result.tensors.add(path, view)
+            result.tensors.add(path, TensorView(geometry, addresses, tensors.owners[i], tensors.names[i]))
             result.stored.append(elsewhere.get(path, path))
             result.cast.append(cast)
             continue
         try:
-            made = _made(recipes.get(path), answer.parts.get(path), geometry, answer, table)
+            made = maker.make(recipes[path]) if path in recipes else _arranged(answer.parts[path], geometry, find)
         except RecipeError as error:
             result.problems.append(Mismatch.at(path, str(error)))
             continue
@@ -155,38 +181,25 @@ def expand(
             keys = ", ".join(dict.fromkeys(part.key for part in made.parts))
             result.problems.append(Mismatch.at(path, f"{reason} (of {keys})"))
             continue
-        if overlapping(tensors.geometry[i]):  # which the parts may not do, each by itself
+        if overlapping(number):  # which the parts may not do, each by itself
             result.problems.append(Mismatch.at(path, OVERLAPS_ITSELF))
             continue
-        for part in made.parts:
-            source = answer.sources[part.key]
-            shape = table.shape_of(table.index[source])
-            piece = _part_of(view, part, shape)
-            if piece is not None:
-                result.tensors.add(path, piece)
-                result.stored.append(source)
+        for key, *part in made.parts:
+            mine = local_part(number, find(key).shape, *part)
+            if mine.starts:
+                at = tuple(addresses[piece] + start for piece, start in mine.starts)
+                result.tensors.add(path, TensorView(mine.geometry, at, tensors.owners[i], tensors.names[i]))
+                result.stored.append(answer.sources[key])
                 result.cast.append(True)
     return result
 
 
-def _made(
-    recipe: Recipe | None, arranged: Arranged | None, geometry: Geometry, answer: LoadAnswer, table: ShardTable
-) -> Made:
-    """What a recipe makes, or parts that the coordinator has found.
+def _arranged(arranged: Arranged, geometry: Geometry, find: Callable[[str], SourceTensor]) -> Made:
+    """What parts make that the coordinator has found.
 
     Raises:
-        RecipeError: it does not fit what is stored, or something is missing.
+        RecipeError: they do not fit what is stored, or something is missing.
     """
-
-    def find(key: str) -> SourceTensor:
-        place = table.index.get(answer.sources.get(key, ""))
-        if place is None:
-            raise RecipeError(f"it is made of {key}, which in the checkpoint is {answer.absent.get(key, 'missing')}")
-        return SourceTensor(table.shape_of(place), table.dtypes[place])
-
-    if recipe is not None:
-        return make_parts(recipe, find)
-    assert arranged is not None, "it has one or the other"
     shape, parts = arranged.shape, arranged.parts
     places = tuple(part.place for part in parts if part.place.size)
     if not all(_is_sound(part, find(part.key).shape) for part in parts) or not _tile(tuple(shape), places):
@@ -215,27 +228,23 @@ def _tile(shape: tuple[int, ...], places: tuple[Box, ...]) -> bool:
     return bool(covers_exactly(groups, boxes, Boxes.of([whole(shape)], max(1, len(shape))))[0])
 
 
-def _part_of(view: TensorView, part: Part, shape: Sequence[int]) -> TensorView | None:
-    """What a rank has of a part, as a tensor of the stored tensor's shape; None if it has nothing of it."""
-    geometry = view.geometry
+def _local_part(geometry: Geometry, part: Part, shape: tuple[int, ...]) -> _LocalPart:
+    """What a rank that has a tensor of this geometry has of a part of it; ``shape`` is the stored tensor's."""
     itemsize = geometry.dtype.itemsize
     shards: list[LocalShard] = []
-    addresses: list[int] = []
-    for shard, address in zip(geometry.shards, view.addresses, strict=True):
+    starts: list[tuple[int, int]] = []
+    for piece, shard in enumerate(geometry.shards):
         mine = part.within(shard.box)
         if mine is None:
             continue
         strides = shard.strides or contiguous_strides(shard.box.shape, itemsize)
-        start = mine.place.relative_to(shard.box.offset).offset
+        corner = mine.place.relative_to(shard.box.offset).offset
         turned = [0] * len(shape)
         for axis, stride in zip(mine.axes, strides, strict=True):
             turned[axis] = stride
         shards.append(LocalShard(mine.box, _unless_contiguous(mine.box, turned, itemsize)))
-        addresses.append(address + sum(at * stride for at, stride in zip(start, strides, strict=True)))
-    if not shards:
-        return None
-    geometry = dataclasses.replace(geometry, shape=tuple(shape), shards=tuple(shards))
-    return TensorView(geometry, tuple(addresses), view.owner, view.name)
+        starts.append((piece, sum(at * stride for at, stride in zip(corner, strides, strict=True))))
+    return _LocalPart(dataclasses.replace(geometry, shape=shape, shards=tuple(shards)), starts)
 
 
 def _unless_contiguous(box: Box, strides: Sequence[int], itemsize: int) -> tuple[int, ...] | None:

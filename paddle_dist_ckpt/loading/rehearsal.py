@@ -13,7 +13,7 @@ from ..core.parts import Arranged, Arranger, IdleStatement, Part, SourceTensor, 
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..files.metadata import Metadata
-from ..planning.recipe_parts import RecipeError, make_parts, recipe_of
+from ..planning.recipe_parts import FilledRecipe, PartMaker, RecipeError, recipe_of
 from ..recipes import Recipe
 from ..tree.paths import join
 from .answering import Answering
@@ -148,18 +148,19 @@ def _wanted(targets: Outlines, matching: Matching) -> WantedState:
 
 
 def _made(
-    fit: Fit, stored: Mapping[str, SourceTensor], written: Mapping[str, Recipe]
+    fit: Fit, stored: Mapping[str, SourceTensor], written: Mapping[str, FilledRecipe]
 ) -> Iterator[tuple[str, MadeTensor]]:
     """What is made of stored tensors, by path; of what does not fit nothing."""
     recipes, parts = fit.wanted.made.recipes, fit.answer.parts
+    maker = PartMaker(stored.__getitem__)
     for path, key in _keys(fit.wanted):
         if path in recipes:
             try:
-                made = make_parts(recipes[path], stored.__getitem__)
+                made = maker.make(recipes[path])
             except (RecipeError, KeyError):
                 continue
-            yield path, MadeTensor(key, made.shape, made.dtype, recipes[path], made.parts, 0)
+            yield path, MadeTensor(key, made.shape, made.dtype, recipes[path].recipe, made.parts, 0)
         elif path in parts and not is_itself(key, parts[path], stored):
             one = parts[path]
-            recipe = written.get(path) or recipe_of(one.parts, stored.__getitem__)
+            recipe = written[path].recipe if path in written else recipe_of(one.parts, stored.__getitem__)
             yield path, MadeTensor(key, one.shape, one.dtype_of(stored), recipe, one.parts, 0)

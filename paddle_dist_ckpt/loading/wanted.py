@@ -83,10 +83,11 @@ class WantedState:
         for path, number in zip(tensors.paths, tensors.geometry, strict=True):
             geometry = tensors.geometries[number]
             if not geometry.plain and any(0 not in shard.box.shape for shard in geometry.shards):
-                key, recipe = self.moved.get(path), self.made.recipes.get(path)
-                found[path] = (
-                    str(recipe) if recipe is not None else key_map.OWN_KEY if key is None else f"stored({key!r})"
-                )
+                key, filled = self.moved.get(path), self.made.recipes.get(path)
+                if filled is not None:
+                    found[path] = str(filled.recipe)
+                else:
+                    found[path] = key_map.OWN_KEY if key is None else f"stored({key!r})"
         return found
 
     def choose_own(self, answer: LoadAnswer, rank: int, ranks: tuple[int, ...], choice: str) -> set[str]:

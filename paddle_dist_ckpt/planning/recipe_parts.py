@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from ..core.dtypes import DTYPES, DType, arithmetic_dtype, can_cast
 from ..core.parts import Part, SourceTensor
 from ..recipes import Cast, Concat, Permuted, Recipe, Sliced, Source, SplitPart, fold, text_of
 
-__all__ = ["WRONG_DTYPE", "Made", "RecipeError", "make_parts", "misfit", "recipe_of"]
+__all__ = ["WRONG_DTYPE", "FilledRecipe", "Made", "PartMaker", "RecipeError", "make_parts", "misfit", "recipe_of"]
 
 WRONG_DTYPE = "the target has dtype"
 """How a mismatch begins that a cast mends."""
@@ -38,6 +38,49 @@ class Made(NamedTuple):
     shape: tuple[int, ...]
     dtype: DType
     parts: list[Part]
+
+
+class FilledRecipe(NamedTuple):
+    """The recipe of one wanted tensor.
+
+    Attributes:
+        written: The recipe as the user has written it, perhaps with placeholders.
+        keys: The stored tensor's flat key for each key that is written in it.
+    """
+
+    written: Recipe
+    keys: Mapping[str, str]
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe with these keys."""
+        return self.written.with_keys(self.keys.__getitem__)
+
+
+class PartMaker:
+    """Finds the parts that recipes stand for, once for all that are alike: written once, for all layers or experts, and
+    of stored tensors of the same shapes and dtypes.
+
+    Args:
+        find: Gives what is stored under a flat key.
+    """
+
+    def __init__(self, find: Callable[[str], SourceTensor]) -> None:
+        self._find = find
+        self._made: dict[tuple[object, ...], tuple[Recipe, Made]] = {}  # with the recipe, whose identity is in the key
+
+    def make(self, filled: FilledRecipe) -> Made:
+        """What a recipe makes. Raises what :func:`make_parts` raises, or the function that finds what is stored."""
+        sources = {written: self._find(key) for written, key in filled.keys.items()}
+        like = (id(filled.written), *[(one.shape, one.dtype) for one in sources.values()])
+        if like not in self._made:
+            try:
+                self._made[like] = filled.written, make_parts(filled.written, sources.__getitem__)
+            except RecipeError:
+                make_parts(filled.recipe, self._find)  # says the same with the keys of this tensor
+                raise
+        shape, dtype, parts = self._made[like][1]
+        return Made(shape, dtype, [Part(filled.keys[part.key], *part[1:]) for part in parts])
 
 
 def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:

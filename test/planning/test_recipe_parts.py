@@ -12,7 +12,8 @@ import pytest
 from paddle_dist_ckpt import LoadOptions, Recipe, concat, split, stored
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.parts import SourceTensor
-from paddle_dist_ckpt.planning.recipe_parts import Made, RecipeError, make_parts
+from paddle_dist_ckpt.planning import recipe_parts
+from paddle_dist_ckpt.planning.recipe_parts import FilledRecipe, Made, PartMaker, RecipeError, make_parts
 from paddle_dist_ckpt.recipes import stored_keys
 
 SHAPE = (12, 4)
@@ -111,3 +112,31 @@ def test_what_a_window_leaves_is_all_that_counts() -> None:
     made = make_parts(recipe, find)
     assert len(made.parts) == 1
     assert (values_of(made) == np.arange(48).reshape(SHAPE)).all()
+
+
+def test_recipes_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand experts have one recipe as it is written. What is found for one counts for those whose stored tensors
+    have the same shapes and dtypes, each with its own keys; two keys of a recipe may be one in one of them."""
+    looked_at = []
+    make = recipe_parts.make_parts
+    monkeypatch.setattr(recipe_parts, "make_parts", lambda recipe, find: looked_at.append(recipe) or make(recipe, find))
+    tensors = {f"{kind}.{i}": SourceTensor(SHAPE, DTYPES["float32"]) for kind in "ab" for i in range(1000)}
+    tensors["b.7"] = SourceTensor((6, 4), DTYPES["float32"])
+    written = concat(stored("a.{i}"), stored("{other}")).T
+    maker = PartMaker(tensors.__getitem__)
+    others = {i: "a.0" if i == 0 else f"b.{i}" for i in range(1000)}
+    made = {i: maker.make(FilledRecipe(written, {"a.{i}": f"a.{i}", "{other}": b})) for i, b in others.items()}
+    assert [[part.key for part in one.parts] for one in made.values()] == [[f"a.{i}", b] for i, b in others.items()]
+    assert len(looked_at) == 2
+    for i, one in made.items():
+        assert one == make(concat(stored(f"a.{i}"), stored(others[i])).T, tensors.__getitem__)
+    assert made[7].shape == (4, 18)
+    assert made[8].shape == (4, 24)
+
+
+def test_what_does_not_fit_is_said_of_the_tensor_that_it_is() -> None:
+    """Also of the second of two that are alike."""
+    maker = PartMaker(find)
+    for i in range(2):
+        with pytest.raises(RecipeError, match=rf"^stored\('a\.{i}'\)\[13:\]: no such part"):
+            maker.make(FilledRecipe(stored("a.{i}")[13:], {"a.{i}": f"a.{i}"}))
