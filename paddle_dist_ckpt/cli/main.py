@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
 import re
+import resource
 import sys
 import traceback
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -104,7 +107,8 @@ def _text(error: Exception) -> str:
     from ..errors import CheckpointError
 
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        hint = " (see ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) and "ulimit" not in str(error) else ""
+        return (f"{error.strerror}: {error.filename}" if error.filename else error.strerror) + hint
     if isinstance(error, (CheckpointError, OSError, ValueError, TypeError)) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error} (--debug shows where)"
@@ -152,10 +156,19 @@ def _options(
     pass
 
 
+def _allow_open_files() -> None:
+    """Allow as many open files as this user may have: by default it is 1,024, and a large job's checkpoint has more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # as much as it was, then
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main() -> None:
     """Run the command line of this process, and exit."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # whatever the names and texts in checkpoints hold
     logging.getLogger("paddle_dist_ckpt").addFilter(_make_visible)
+    _allow_open_files()
     app(prog_name="paddle-dist-ckpt")

@@ -84,6 +84,27 @@ def test_what_a_command_does_without_stdout_it_does(tmp_path: Path) -> None:
     assert subprocess.run(shell, env=env(), stderr=subprocess.PIPE, text=True, timeout=120).returncode == 1
 
 
+def test_as_many_files_are_opened_as_this_user_may_open(tmp_path: Path) -> None:
+    """By default that is a soft limit of 1,024, and a checkpoint of 2,048 ranks has as many files."""
+    save_model(tmp_path / "a", {f"w{i}": make_array((4,)) for i in range(60)})
+    done = process("convert", tmp_path / "a", tmp_path / "b", "--to", "safetensors", "--max-shard-bytes", 1)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) == 60
+    for limit, code in (("-S -n", 0), ("-n", 2)):
+        shell = [
+            "sh",
+            "-c",
+            f'ulimit {limit} 40; "$0" "$@"',
+            *MODULE,
+            "diff",
+            str(tmp_path / "b"),
+            str(tmp_path / "b"),
+        ]
+        done = subprocess.run(shell, env=env(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, done.stderr
+        assert done.stderr.endswith("(see ulimit -n)\n") == (code == 2)
+
+
 def test_tracebacks_are_for_those_who_ask(tmp_path: Path) -> None:
     evil = tmp_path / "\x1b]0;owned\x07"
     evil.mkdir()
