@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, filterfalse
 from typing import Any
@@ -37,6 +37,7 @@ class _Draft:
     """What was found so far for one rank, in terms of :class:`.messages.LoadAnswer`; tensors by place in the table."""
 
     tensors: set[int] = field(default_factory=set)
+    arrays: set[int] = field(default_factory=set)  # of the tensors, those that objects have as numpy arrays
     values: dict[str, Any] = field(default_factory=dict)
     unfit: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -122,7 +123,10 @@ class Answering:
         self.without_tensors.update(scheduler.removesuffix(_SCHEDULER) for scheduler in schedulers)
         for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
-            self._answer_value(path, source, present, found)
+            if present == "object":
+                self._answer_object(path, source, wanted.others, found)
+            else:
+                self._answer_value(path, source, present, found)
         for key in wanted.sources:
             self._answer_source(key, found)
         self._asked_tensors |= found.tensors
@@ -222,9 +226,7 @@ class Answering:
 
     def _answer_value(self, path: str, source: str, present: str, found: _Draft) -> None:
         """A value that is wanted at a path, and would be stored at ``source``."""
-        if present == "object":
-            self._answer_object(path, source, found)
-        elif present == "own":
+        if present == "own":
             self._answer_own(path, source, found)
         elif source in self._values and present != "none" and (present in DICTS) != _is_dict(self._values[source]):
             found.unfit[path] = value_text(_is_dict(self._values[source]))
@@ -267,8 +269,11 @@ class Answering:
             found.tensors.add(self._index[stored])
             found.renamed.setdefault(stored, []).append(wanted)
 
-    def _answer_object(self, path: str, source: str, found: _Draft) -> None:
-        """All values and arrays at or below a path; the tensors there have to be wanted by themselves."""
+    def _answer_object(self, path: str, source: str, arrays: Container[str], found: _Draft) -> None:
+        """All values and arrays at or below a path; the tensors there have to be wanted by themselves.
+
+        In other formats an array may look like a tensor; ``arrays`` has the paths at which the object has one.
+        """
         below = [source] if self._is_value(source) else self._below(source)
         if not below or (source in self._values and not _is_dict(self._values[source])):
             self._lack(path, source, found)
@@ -276,6 +281,9 @@ class Answering:
         for stored in below:
             wanted = path + stored[len(source) :]
             if self._is_value(stored) or self._metadata.table.kinds[self._index[stored]] == Kind.ARRAY:
+                self._take(stored, wanted, found)
+            elif self._metadata.format != "native" and wanted in arrays:
+                found.arrays.add(self._index[stored])
                 self._take(stored, wanted, found)
             elif self._index[stored] not in found.tensors:
                 found.unfit[wanted] = self._what_is(stored)
@@ -354,6 +362,7 @@ class Answering:
         metadata = self._metadata
         places = sorted(found.tensors)
         table, shards = metadata.table.select(places)
+        table.kinds[np.searchsorted(places, sorted(found.arrays))] = Kind.ARRAY
         used, renumbered = numbered(table.shard_file)
         special = metadata.special_keys
         return LoadAnswer(

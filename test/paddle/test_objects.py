@@ -751,6 +751,20 @@ def test_a_scaler_is_restored_if_it_takes_what_is_stored(tmp_path: Path, saved: 
     assert not loaded or scaler.state_dict()["scale"].tolist() == [64.0]
 
 
+def test_a_scaler_is_loaded_from_what_paddle_saved(tmp_path: Path) -> None:
+    """Its numpy arrays are tensors to whoever reads such a file, beside others that are tensors indeed."""
+    saved = scaler_of(True, 64.0).state_dict()
+    paddle.save({"scaler": saved, "w": paddle.ones([3])}, str(tmp_path / "nested.pdparams"))
+    paddle.save(saved, str(tmp_path / "flat.pdparams"))
+    scaler, w = scaler_of(True), paddle.zeros([3])
+    assert load_state_dict({"scaler": scaler, "w": w}, tmp_path / "nested.pdparams").skipped == ()
+    assert (scaler.state_dict()["scale"].tolist(), w.tolist()) == ([64.0], [1.0, 1.0, 1.0])
+    scaler = scaler_of(True)
+    load_state_dict({"scaler": scaler}, tmp_path, options=LoadOptions(key_map={"scaler": "flat.pdparams"}))
+    assert isinstance(scaler.state_dict()["scale"], np.ndarray)
+    assert scaler.state_dict()["scale"].tolist() == [64.0]
+
+
 class Renaming(paddle.nn.Layer):
     """One whose state_dict() has copies, under names that Paddle's set_state_dict() does not know."""
 
