@@ -14,7 +14,7 @@ from .folder.nothing import listed_ids
 from .folder.rebuild import rebuild
 from .folder.selection import Selection, checked_keys
 from .folder.verify import verify_checkpoint
-from .options import LoadOptions, SaveOptions, checked, takes
+from .options import LoadOptions, SaveOptions, checked, refuse_unused, takes
 from .reports import LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
 from .storage import as_source, as_storage, bounded
@@ -31,6 +31,11 @@ __all__ = [
     "save_state_dict",
     "verify",
 ]
+
+_MERGED = (
+    "tensors are returned under the keys, of the types and in the shapes that are stored, or that recipes and an "
+    "aoa_config make; load_state_dict fills others"
+)
 
 
 @overload
@@ -195,7 +200,8 @@ def load_merged_state_dict(
         offload: Put the tensors in host memory even if Paddle's current device is another.
         keys: Flat keys, or patterns as in fnmatch; if there is a prefix too, both must match.
         flat: Return flat keys instead of the nesting that was saved.
-        options: See :class:`LoadOptions`.
+        options: See :class:`LoadOptions`. ``key_map``, ``cast`` and ``resize``, which are about what is filled, are
+            refused.
 
     Returns:
         The state_dict: paddle Tensors, numpy arrays, values.
@@ -204,7 +210,7 @@ def load_merged_state_dict(
         CheckpointNotFoundError: there is no such checkpoint, or nothing in it matches.
         CheckpointCorruptedError: stored bytes are not what was written.
         StateDictMismatchError: recipes do not fit the checkpoint.
-        ValueError: statements of an aoa_config cannot be carried out.
+        ValueError: statements of an aoa_config cannot be carried out; or an option would have no effect.
 
     Examples:
         >>> import paddle
@@ -216,6 +222,7 @@ def load_merged_state_dict(
         [4, 2]
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
+    refuse_unused("load_merged_state_dict", options, ("key_map", "cast", "resize"), _MERGED)
     unique_id = checked_id(unique_id)
     checked("prefix", prefix, str)
     return load_whole(

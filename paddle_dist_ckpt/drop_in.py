@@ -235,6 +235,7 @@ class _DropIn:
         """:func:`paddle_dist_ckpt.load_merged_state_dict`, called as that of paddle.distributed is: with flat keys."""
         _log_without_effect("load_merged_state_dict", safetensors=safetensors)
         options = _with_statements(self.load_options, aoa_config)
+        options = dataclasses.replace(options, key_map=None, cast=False, resize=None)  # which are for what is filled
         if self.asks_former and (reason := _why_unknown(Ranks.alone(), options, path, unique_id)):
             more = {"unique_id": unique_id, "offload": offload, "aoa_config": aoa_config, "safetensors": safetensors}
             found: dict[Any, Any] = self._ask_former("load_merged_state_dict", reason, path, prefix=prefix, **more)

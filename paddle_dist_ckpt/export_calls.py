@@ -10,7 +10,7 @@ from .core.dtypes import DTYPES
 from .core.text import encodable
 from .exporting.formats import FORMATS, ExportRequest
 from .folder.selection import checked_keys
-from .options import LoadOptions, SaveOptions, as_integer, checked, takes
+from .options import LoadOptions, SaveOptions, as_integer, checked, refuse_unused, takes
 from .recipes import dtype_name
 from .reports import ExportReport
 from .state_exports import export_state_with
@@ -18,6 +18,12 @@ from .storage import local_path
 from .wiring import checked_id, connected, export_with, members
 
 __all__ = ["export", "export_request", "export_state_dict"]
+
+_NOT_USED = ("recipes", "aoa_config", "key_map", "cast", "resize")
+_INSTEAD = (
+    "tensors are written under the keys and in the shapes that are stored (dtype=... converts them); a state_dict that "
+    "was loaded with it can be written by export_state_dict"
+)
 
 
 @takes(LoadOptions)
@@ -55,7 +61,8 @@ def export(
             all bits as they are.
         max_shard_bytes: The most bytes of tensors in a file, if there are several. A larger tensor has its own.
         process_group: The Paddle group whose ranks export together; None for the default group.
-        options: ``timeout``, ``no_dist`` and ``progress`` are used.
+        options: ``timeout``, ``progress_timeout``, ``no_dist`` and ``progress`` are used. What would change the tensors
+            (``recipes``, ``aoa_config``, ``key_map``, ``cast``, ``resize``) is refused.
 
     Returns:
         What was written.
@@ -77,6 +84,7 @@ def export(
         >>> export("checkpoints", "for_others", prefix="model", dtype="bfloat16")  # doctest: +SKIP
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
+    refuse_unused("export", options, _NOT_USED, _INSTEAD)
     request = export_request(out, format, unique_id, prefix, keys, dtype, max_shard_bytes)
     return export_with(members(process_group, options), path, request, options)
 

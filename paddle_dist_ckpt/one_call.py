@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
@@ -30,6 +30,7 @@ __all__ = ["load", "model_state_dict", "optimizer_state_dict", "rng_state", "sav
 _UNIQUE_ID = 0  # a folder holds one such checkpoint, which each save replaces
 _logger = logging.getLogger("paddle_dist_ckpt")
 _OURS = ("model", "optimizer")
+_NO_OPTIONS = "load takes no options; load_state_dict({'model': model}, path, options=LoadOptions(...)) does."
 _ADVICE = "An optimizer's entries are named after the parameters: pass model beside optimizer."
 
 
@@ -264,26 +265,46 @@ def _load_into(
         is_model = metadata.format != "native" and tops.isdisjoint(_OURS)
         try:
             others = {} if is_model else _load_others(metadata, storage, place, threads)
-            _fill(objects, storage, metadata.unique_id, threads, is_model)
+            _fill(objects, storage, metadata, threads, is_model)
         except (StateDictMismatchError, CheckpointCorruptedError, CheckpointNotFoundError) as error:
             if restarts.due(metadata):
                 continue
-            if isinstance(error, StateDictMismatchError) and "model" not in objects:
-                raise StateDictMismatchError(f"{error}\n{_ADVICE}", error.problems) from None
-            raise
+            if not isinstance(error, StateDictMismatchError):
+                raise
+            advice = [_ADVICE] if "model" not in objects else []
+            advice += [_NO_OPTIONS] if "LoadOptions(" in str(error) else []
+            text = str(error).replace(", as key_map says)", ")")  # which is ours
+            raise StateDictMismatchError("\n".join([text, *advice]), error.problems) from None
         if not restarts.due(metadata):
             return others
 
 
-def _fill(objects: dict[str, Any], storage: Storage, unique_id: int, threads: int, is_model: bool) -> None:
+def _fill(objects: dict[str, Any], storage: Storage, metadata: Metadata, threads: int, is_model: bool) -> None:
     """Fill the objects; ``is_model``: the checkpoint has a model's keys at the top."""
-    options = LoadOptions(no_dist=True, key_map=(lambda key: key.removeprefix("model.")) if is_model else None)
+    options = LoadOptions(no_dist=True, key_map=_keys_at_top(objects, metadata) if is_model else None)
     ranks = connected(None, 0, options)
     find = paddles(ranks, objects, options.staging_bytes)
-    report = load_with(ranks, find, storage, unique_id, options, kind="load", threads=threads, is_part=True)
+    report = load_with(ranks, find, storage, metadata.unique_id, options, kind="load", threads=threads, is_part=True)
     # The others have been loaded before.
     unused = tuple(key for key in report.unused_keys if is_model or key.partition(".")[0] in _OURS)
     _logger.info("%s", loaded_line(dataclasses.replace(report, unused_keys=unused)))
+
+
+def _keys_at_top(objects: dict[str, Any], metadata: Metadata) -> Callable[[str], str]:
+    """Where a checkpoint has a model's entries at the top: without our ``model.``; but what is part of a larger model
+    may be stored there under its name in that one, which is often ``model.`` too."""
+    from .paddle_adapter import replicas
+
+    stored = {metadata.key(path) for path in metadata.table.paths}
+    model = objects.get("model")
+    own = set() if model is None or isinstance(model, (list, tuple)) else set(replicas.state_of(model))
+
+    def stored_key(key: str) -> str:
+        at_top = key.removeprefix("model.")
+        in_larger = at_top not in stored and key in stored and key not in own
+        return key if in_larger else at_top
+
+    return stored_key
 
 
 def _load_others(metadata: Metadata, storage: Storage, place: str | None, threads: int) -> dict[Any, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from .recipes import Recipe, placeholders, stored_keys
 
-__all__ = ["LoadOptions", "SaveOptions", "as_integer", "check_timeout", "checked", "takes"]
+__all__ = ["LoadOptions", "SaveOptions", "as_integer", "check_timeout", "checked", "refuse_unused", "takes"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -203,6 +203,23 @@ def checked(name: str, value: T | None, kind: type[T]) -> T | None:
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
     return value
+
+
+def refuse_unused(function: str, options: LoadOptions, names: Sequence[str], advice: str) -> None:
+    """Refuse options that say what is loaded, where a function would leave them aside.
+
+    Args:
+        function: The function's name.
+        options: What it was called with.
+        names: The options that have no effect in it.
+        advice: What to do instead.
+
+    Raises:
+        ValueError: one of them is set.
+    """
+    given = [name for name in names if getattr(options, name)]
+    if given:
+        raise ValueError(f"{function} does not use LoadOptions({given[0]}=...): {advice}")
 
 
 def takes(kind: type[Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:

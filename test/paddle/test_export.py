@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, export, stored, verify
+from paddle_dist_ckpt import LoadOptions, export, load_merged_state_dict, stored, verify
 from test.exporting.test_safetensors import opened
 from test.jobs import save_alone
 from test.paddle import cases_export as cases
@@ -91,3 +91,25 @@ def test_a_rank_is_killed(tmp_path: Path, victim: int, at: int) -> None:
     assert names == ({"ckpt", ".out.export"} if victim == 0 else {"ckpt"})
     export(tmp_path / "ckpt", out, format="native", options=LoadOptions(no_dist=True))
     assert verify(out).ok
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LoadOptions(recipes={"w": stored("w").T}),
+        LoadOptions(aoa_config={"aoa_statements": ["w^T -> w"]}),
+        LoadOptions(key_map={"v": "w"}),
+        LoadOptions(cast=True),
+        LoadOptions(resize={"w": 0}),
+    ],
+)
+def test_options_that_would_change_what_is_written_are_refused(tmp_path: Path, options: LoadOptions) -> None:
+    """And not left aside: the model that is written would be another."""
+    save_alone({"w": np.ones((3, 3), np.float32)}, tmp_path / "ckpt")
+    with pytest.raises(ValueError, match=r"export does not use LoadOptions\(.*=\.\.\.\): tensors are written"):
+        export(tmp_path / "ckpt", tmp_path / "out", options=options)
+    assert not (tmp_path / "out").exists()
+    if options.recipes or options.aoa_config:
+        return
+    with pytest.raises(ValueError, match=r"load_merged_state_dict does not use LoadOptions\("):
+        load_merged_state_dict(tmp_path / "ckpt", options=options)

@@ -194,6 +194,31 @@ def test_what_others_wrote(tmp_path: Path) -> None:
         load(tmp_path / "hf", linear(0.0), optimizer)
 
 
+def test_a_part_of_a_larger_model_that_others_wrote(tmp_path: Path) -> None:
+    """Its keys are there as they are, or behind what the part is called there, which is often ``model`` too."""
+    body, head = linear(3.0).state_dict(), paddle.ones([2])
+    paddle.save({**{f"model.{key}": tensor for key, tensor in body.items()}, "head": head}, f"{tmp_path}/m.pdparams")
+    layer = linear(0.0)
+    load(tmp_path / "m.pdparams", layer)
+    assert (layer.weight.numpy() == 3).all()
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(tmp_path / "m.pdparams", paddle.nn.LayerDict({"other": linear()}))
+    assert "'other.weight')" in str(caught.value)
+    assert "key_map" not in str(caught.value)  # of which there is none
+    assert "load takes no options; load_state_dict({'model': model}" in str(caught.value)
+
+
+def test_a_model_with_one_key_in_it_and_in_a_part(tmp_path: Path) -> None:
+    """``model.weight`` is then that of the part, and not taken for the other, which is missing."""
+    outer = linear(1.0)
+    outer.model = linear(2.0)
+    stored = {key: tensor for key, tensor in outer.state_dict().items() if key.startswith("model.")}
+    paddle.save(stored, f"{tmp_path}/m.pdparams")
+    with pytest.raises(StateDictMismatchError, match="missing") as caught:
+        load(tmp_path / "m.pdparams", outer)
+    assert len(caught.value.problems) == 2
+
+
 def test_which_checkpoint_of_a_folder_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in (3, 12):
         save_state_dict({"model": linear(number), "epoch": number}, tmp_path, unique_id=number)
