@@ -16,11 +16,11 @@ from ..core.threads import run_all
 from ..errors import UnsupportedValueError
 from ..files.block_hashes import BlockHashes
 from ..files.contents import Window
-from ..files.holes import extended
 from ..files.metadata import FileInfo, Metadata
 from ..files.writer import FileSave
 from ..folder.boxes import BoxReader
 from ..storage.base import Storage, WritableFile
+from ..storage.capabilities import extended
 from .plan import CONVERTED_BYTES, WINDOW_BYTES, ExportFile, ExportPiece, ExportWindow, cut_in_windows
 
 __all__ = ["write_files"]

@@ -9,17 +9,12 @@ from __future__ import annotations
 import threading
 
 from ..errors import CheckpointCorruptedError
-from ..storage.base import ReadableFile, WritableFile
+from ..storage.base import ReadableFile
+from ..storage.capabilities import hole_bytes, what_is_on_disk
 
-__all__ = ["Holes", "extended"]
+__all__ = ["Holes"]
 
 _MOST = 48 << 20  # and as many bytes as the file has on the disk
-
-
-def extended(file: WritableFile, nbytes: int) -> bool:
-    """Make a new file as long as it will be, so that zeros need not be written; returns whether that can be done."""
-    extend = getattr(file, "extend", None)
-    return extend is not None and extend(nbytes)
 
 
 class Holes:
@@ -34,11 +29,11 @@ class Holes:
     """
 
     def __init__(self, name: str, file: ReadableFile) -> None:
-        self._name, self._known = name, getattr(file, "hole_bytes", None)
-        self._on_disk: int = getattr(file, "on_disk", (name, file.size))[1]
+        self._name, self._file = name, file
+        _, self._on_disk = what_is_on_disk(file, name)
         self.none = self._on_disk >= file.size
         self._left = _MOST + self._on_disk
-        self._may_exceed = self._known is not None and file.size - self._on_disk > self._left
+        self._may_exceed = file.size - self._on_disk > self._left
         self._seen = set[int]()
         self._lock = threading.Lock()
 
@@ -48,12 +43,12 @@ class Holes:
         Raises:
             CheckpointCorruptedError: that is more than may be read.
         """
-        if self._known is None or not self._may_exceed:
+        if not self._may_exceed:
             return
         with self._lock:
             if offset not in self._seen:
                 self._seen.add(offset)
-                self._left -= self._known(offset, nbytes)
+                self._left -= hole_bytes(self._file, offset, nbytes) or 0
             if self._left < 0:
                 raise CheckpointCorruptedError(
                     f"{self._name} has {self._on_disk} bytes on the disk, and in other blocks more holes "

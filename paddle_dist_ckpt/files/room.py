@@ -16,6 +16,7 @@ import msgspec
 from ..core.decoding import json_cost
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import Storage
+from ..storage.capabilities import what_is_on_disk
 from .names import parse_data_file
 
 __all__ = ["Room", "bytes_on_disk", "check_values_fit", "is_too_much", "record_cost"]
@@ -108,6 +109,6 @@ def bytes_on_disk(storage: Storage, save_id: str) -> int:
         parsed = parse_data_file(name)
         if parsed is not None and parsed.save_id == save_id:
             with suppress(OSError), closing(storage.open(name)) as file:
-                identity, nbytes = getattr(file, "on_disk", (name, file.size))
+                identity, nbytes = what_is_on_disk(file, name)
                 found[identity] = nbytes
     return sum(found.values())

@@ -16,6 +16,7 @@ from ..core.columns import IntArray, places_within
 from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError
 from ..storage.base import ReadableFile, Storage
+from ..storage.capabilities import hole_bytes, is_hole
 from .datafile import Hashes, read_header
 from .holes import Holes
 from .metadata import FileInfo
@@ -60,13 +61,11 @@ class OpenFile:
 
     def is_hole(self, start: int, nbytes: int) -> bool:
         """Whether a part of the data section is a hole, which has no bytes on the disk, as far as is known."""
-        known = getattr(self.file, "is_hole", None)
-        return known is not None and bool(known(self.data_start + start, nbytes))
+        return is_hole(self.file, self.data_start + start, nbytes)
 
-    def has_holes(self, start: int, nbytes: int) -> bool:
-        """Whether there is a hole in such a part, as far as is known."""
-        known = getattr(self.file, "hole_bytes", None)
-        return known is None or known(self.data_start + start, nbytes) > 0
+    def may_have_holes(self, start: int, nbytes: int) -> bool:
+        """Whether there is a hole in such a part, or that is not known."""
+        return hole_bytes(self.file, self.data_start + start, nbytes) != 0
 
 
 def open_data_file(storage: Storage, info: FileInfo, blocks: int) -> OpenFile:
@@ -182,7 +181,7 @@ class Segments:
         for first, last in self._runs(0):
             if self._known_zeros(first, last):
                 yield slice(first, last)
-            elif last - first > 1 and self.file.has_holes(int(self.starts[first]), self._span(first, last)):
+            elif last - first > 1 and self.file.may_have_holes(int(self.starts[first]), self._span(first, last)):
                 yield from (slice(i, i + 1) for i in range(first, last) if self._known_zeros(i, i + 1))
 
     def _span(self, first: int, last: int) -> int:

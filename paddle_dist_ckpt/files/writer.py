@@ -18,10 +18,10 @@ from ..core.cached import cached_property
 from ..core.memory import Bytes1D
 from ..core.threads import run_all
 from ..storage.base import Storage, WritableFile
+from ..storage.capabilities import extended
 from .block_hashes import BlockHashes
 from .contents import WINDOW_BYTES, Contents, SnapshotContents, TensorContents, Window
 from .datafile import DataFileInfo, FileLayout, FileTable, header_digest
-from .holes import extended
 from .metadata import FileInfo
 
 __all__ = ["FileSave", "bytes_ahead"]

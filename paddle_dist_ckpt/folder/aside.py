@@ -8,6 +8,7 @@ from contextlib import closing
 from ..errors import CheckpointError
 from ..files.names import metadata_name
 from ..storage.base import Storage
+from ..storage.capabilities import what_is_on_disk
 from .foreign import Format, look
 
 __all__ = ["put_aside"]
@@ -35,7 +36,7 @@ def put_aside(storage: Storage, unique_id: int, temporary: str) -> None:
     if look(storage, name)[0] is not Format.PADDLE:
         return
     with closing(storage.open(name)) as file:
-        _, on_disk = getattr(file, "on_disk", (name, file.size))
+        _, on_disk = what_is_on_disk(file, name)
         if file.size > min(_MOST_BYTES, on_disk + _MOST_HOLES):
             raise CheckpointError(f"{storage.location}/{name} is too large to be one of Paddle's")
         data = storage.read(name, file.size)

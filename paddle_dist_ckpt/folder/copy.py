@@ -13,13 +13,13 @@ from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.codec import decode_metadata
 from ..files.copying import copy_entries
 from ..files.datafile import header_digest
-from ..files.holes import extended
 from ..files.metadata import Metadata
 from ..files.names import metadata_name, parse_data_file
 from ..files.pieces import FileEntries
 from ..files.room import bytes_on_disk
 from ..files.runs import open_data_file
 from ..storage.base import Storage, WritableFile
+from ..storage.capabilities import extended
 from .checkpoint import Restarts, check_sizes, read_checkpoint
 from .claims import EXPIRY, claimed_saves
 from .commit import aftermath, finish, in_folder, publish_under, remove_saves, seal

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..files.codec import HEAD_START, MAX_HEAD_BYTES
 from ..storage.base import Storage
+from ..storage.capabilities import is_part
 
 __all__ = ["Format", "foreign_id", "look", "part_text"]
 
@@ -79,6 +80,6 @@ def foreign_id(name: str) -> int | None:
 def part_text(storage: Storage, names: Collection[str]) -> str | None:
     """What to say of a path to a file that is only a part of what others write; None if it is no such path."""
     name = next(iter(names), "")
-    if not getattr(storage, "is_part", False) or len(names) != 1 or not _PART.fullmatch(name):
+    if not is_part(storage) or len(names) != 1 or not _PART.fullmatch(name):
         return None
     return f"{storage.location}/{name} is a part of a checkpoint: pass the folder {storage.location}"

@@ -11,6 +11,7 @@ from ..core.text import encodable
 from ..files.names import metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..readers.others import LOOK, what_it_is
 from ..storage.base import Storage
+from ..storage.capabilities import has_folders
 from .catalogs import foreign_ids
 from .ids import committed_ids
 
@@ -118,7 +119,7 @@ def _what_is_there(storage: Storage, names: Sequence[str]) -> Iterator[str]:
 def _with_checkpoints(storage: Storage, names: Sequence[str]) -> list[str]:
     """The folders in a trainer's folder that hold checkpoints, those of later steps behind."""
     found: list[str] = []
-    if not _has_folders(storage):
+    if not has_folders(storage):
         return found
     by_step = sorted(names, key=lambda name: (int(match[0]) if (match := _STEP.search(name)) else -1, name))
     for name in by_step[-_MOST_LOOKS:]:
@@ -126,10 +127,6 @@ def _with_checkpoints(storage: Storage, names: Sequence[str]) -> list[str]:
             if any(_is_there(storage, f"{folder}/{file}") for file in _OF_TRAINERS):
                 found.append(folder)
     return found
-
-
-def _has_folders(storage: Storage) -> bool:
-    return getattr(storage, "has_folders", False)
 
 
 def _is_there(storage: Storage, name: str) -> bool:
@@ -208,7 +205,7 @@ def _incomplete_text(names: Sequence[str], incomplete: Sequence[str]) -> str:
 def _committed(storage: Storage, steps: Sequence[int]) -> list[int]:
     """The steps whose folders have a `.metadata`, ascending."""
     found = []
-    for step in sorted(steps)[-_MOST_LOOKS:] if _has_folders(storage) else ():
+    for step in sorted(steps)[-_MOST_LOOKS:] if has_folders(storage) else ():
         with suppress(OSError):
             storage.modified(f"{step_name(step)}/{metadata_name(step)}")
             found.append(step)

@@ -32,6 +32,7 @@ from ..core.box import Box, whole
 from ..core.dtypes import DTYPES
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
+from ..storage.capabilities import is_part
 from ..tree.paths import Part
 from ..tree.values import DECODE_ERRORS
 from .assembly import Assembly
@@ -159,7 +160,7 @@ def _entries(
 def _meant(storage: Storage, names: set[str], sources: _StateFiles, budget: Budget) -> tuple[dict[str, str], list[str]]:
     """Which file each key is in, as far as an index says, and the files to read."""
     if not sources.indexes:
-        if not getattr(storage, "is_part", False):  # who names one file means it
+        if not is_part(storage):  # who names one file means it
             _check_counted(sources.files)
         return {}, sources.files
     index = sources.indexes[0]

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError
-from ..storage.base import ReadableFile, Storage
+from ..storage.base import Storage
+from ..storage.capabilities import what_is_on_disk
 from .budget import Budget
 
 __all__ = ["FileWindow", "WindowedFile", "on_disk"]
@@ -25,11 +26,7 @@ def on_disk(storage: Storage, names: Iterable[str]) -> Iterator[tuple[object, in
     """What files are, whatever their names, and how many bytes each has on the disk; those that are there."""
     for name in names:
         with suppress(FileNotFoundError, IsADirectoryError), closing(storage.open(name)) as file:
-            yield _on_disk(name, file)
-
-
-def _on_disk(name: str, file: ReadableFile) -> tuple[object, int]:
-    return getattr(file, "on_disk", (name, file.size))
+            yield what_is_on_disk(file, name)
 
 
 class WindowedFile:
@@ -57,7 +54,7 @@ class WindowedFile:
             raise CheckpointCorruptedError(f"{storage.location}/{name}: {error.strerror or 'it is no file'}") from error
         self.name = name
         self.size, self.budget = self._file.size, budget
-        identity, nbytes = _on_disk(name, self._file)
+        identity, nbytes = what_is_on_disk(self._file, name)
         self.on_disk = nbytes
         budget.grant(identity, nbytes)
 

@@ -18,6 +18,7 @@ import numpy as np
 from ..core.memory import Bytes1D
 from ..errors import CheckpointTimeoutError
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
+from .capabilities import extended, has_folders, hole_bytes, is_hole, is_part, what_is_on_disk
 from .helpers import Helpers, StorageCall
 from .local import LocalStorage
 
@@ -135,8 +136,7 @@ class _BoundedStorage:
         self._inner, self._helpers, self._unfinished = inner, helpers, unfinished
         self._buffers: queue.SimpleQueue[Bytes1D] = queue.SimpleQueue()  # of all files together
         self.location = inner.location
-        self.is_part: bool = getattr(inner, "is_part", False)
-        self.has_folders: bool = getattr(inner, "has_folders", False)
+        self.is_part, self.has_folders = is_part(inner), has_folders(inner)
 
     def _run(
         self, doing: str, name: str, work: Callable[[], T], late: Callable[[Any], None] = lambda result: None
@@ -285,8 +285,7 @@ class _BoundedWritable(_BoundedFile):
             self.sync()  # so that none has to wait for more than this
 
     def extend(self, nbytes: int) -> bool:
-        extend = getattr(self._inner, "extend", None)
-        return extend is not None and self._run("making room in", lambda: bool(extend(nbytes)))
+        return self._run("making room in", lambda: extended(self._inner, nbytes))
 
     def sync(self) -> None:
         with self._lock:
@@ -336,13 +335,11 @@ class _BoundedReadable(_BoundedFile):
         return self._run("a look at", self._inner.is_cached)
 
     def is_hole(self, offset: int, nbytes: int) -> bool:
-        known = getattr(self._inner, "is_hole", None)
-        return known is not None and self._run("a look at", lambda: bool(known(offset, nbytes)))
+        return self._run("a look at", lambda: is_hole(self._inner, offset, nbytes))
 
     def hole_bytes(self, offset: int, nbytes: int) -> int:
-        known = getattr(self._inner, "hole_bytes", None)
-        return 0 if known is None else self._run("a look at", lambda: int(known(offset, nbytes)))
+        return self._run("a look at", lambda: hole_bytes(self._inner, offset, nbytes) or 0)
 
     @property
     def on_disk(self) -> tuple[object, int]:
-        return self._run("a look at", lambda: getattr(self._inner, "on_disk", (self, self._inner.size)))
+        return self._run("a look at", lambda: what_is_on_disk(self._inner, self))
