@@ -73,7 +73,7 @@ def _hidden_folder(ranks: Ranks, request: ExportRequest, options: SaveOptions) -
 
 
 def export_filled_with(
-    ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions, offload: bool = False
+    ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions, offload: bool
 ) -> ExportReport:
     """Export tensors under the keys, in the shapes and of the types that a checkpoint has, as a load with these options
     fills them; together with other ranks, of which each holds as many of them whole.

@@ -79,7 +79,7 @@ def windows(box: Box, itemsize: int, most: int = WINDOW_BYTES, along: int = 0) -
         yield from windows(Box(tuple(offset), tuple(shape)), itemsize, most, along)
 
 
-def best_along(layout: Layout, itemsize: int, most: int = WINDOW_BYTES) -> int:
+def best_along(layout: Layout, itemsize: int, most: int) -> int:
     """The dimension along which a tensor is best cut in windows: the one in which most of its shards lie side by side,
     if a window holds several of these. Windows of rows would have a bit of each shard."""
     nbytes = math.prod(layout.shape) * itemsize

@@ -21,7 +21,7 @@ _RESERVED = "__metadata__"
 _METADATA = {"format": "pt"}  # which transformers asks for; it says nothing about the tensors
 
 
-def plan_safetensors(tensors: Sequence[ExportTensor], most: int, stem: str = "model") -> list[ExportFile]:
+def plan_safetensors(tensors: Sequence[ExportTensor], most: int, stem: str) -> list[ExportFile]:
     """The files of an export in safetensors format.
 
     Args:

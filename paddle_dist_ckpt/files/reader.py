@@ -19,7 +19,6 @@ from ..core.box import Box, cut_flat_range, flat_range, intersect
 from ..core.buffers import Buffers
 from ..core.dtypes import DType
 from ..core.memory import Bytes1D, address_of, bytes_at
-from ..core.threads import run_all
 from ..planning.blocks import touched_blocks
 from .runs import CHUNK_BYTES, OpenFile, Segments
 
@@ -29,7 +28,6 @@ __all__ = [
     "are_holes",
     "clear",
     "entry_tasks",
-    "read_entries",
     "view_at",
 ]
 
@@ -76,18 +74,6 @@ class _Segment:
     start: int
     stop: int
     consumers: Sequence[Consumer]
-
-
-def read_entries(
-    wanted: Iterable[tuple[StoredEntry, Sequence[Consumer]]],
-    block_bytes: int,
-    threads: int,
-    check: Callable[[], None],
-    progress: Callable[[int], None],
-    joined: bool = True,
-) -> None:
-    """Run :func:`entry_tasks` on so many threads. ``check`` is called now and then; it may raise to stop."""
-    run_all(entry_tasks(wanted, block_bytes, Buffers(threads), progress, joined), threads, check)
 
 
 def are_holes(wanted: Iterable[tuple[StoredEntry, Sequence[Consumer]]], block_bytes: int) -> bool:

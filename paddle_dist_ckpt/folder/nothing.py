@@ -43,7 +43,7 @@ def listed_ids(storage: Storage) -> list[int]:
     return ids
 
 
-def nothing_text(storage: Storage, unique_id: int | None = None) -> str:
+def nothing_text(storage: Storage, unique_id: int | None) -> str:
     """Why a folder has no checkpoint, or none of this number."""
     try:
         storage.identity()

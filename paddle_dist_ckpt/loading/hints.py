@@ -60,7 +60,7 @@ class Hints:
         wanted: The flat keys that ranks ask for.
     """
 
-    def __init__(self, metadata: Metadata, wanted: Callable[[], Collection[str]] = set) -> None:
+    def __init__(self, metadata: Metadata, wanted: Callable[[], Collection[str]]) -> None:
         self._metadata, self._find_wanted = metadata, wanted
         self._left, self._pairs = _MOST_HINTS, _MOST_PAIRS
 

@@ -36,7 +36,7 @@ class RecipeArranger:
         rest: What says it of all other tensors; without it they are as they are stored.
     """
 
-    def __init__(self, recipes: Mapping[str, Recipe], rest: Arranger | None = None) -> None:
+    def __init__(self, recipes: Mapping[str, Recipe], rest: Arranger | None) -> None:
         self._recipes, self._rest = recipes, rest
 
     def corner(self, value: Any) -> tuple[int, ...] | None:

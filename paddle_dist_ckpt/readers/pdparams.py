@@ -141,7 +141,7 @@ class PickledState:
         opened = array.opened(AtPath(self._file.name, path), self._file.size)
         return opened._replace(dtype=meant(opened.dtype) or opened.dtype)
 
-    def add_to(self, assembly: Assembly, prefix: tuple[Part, ...] = (), listed: _IndexedFile | None = None) -> None:
+    def add_to(self, assembly: Assembly, prefix: tuple[Part, ...], listed: _IndexedFile | None) -> None:
         """Add all tensors and values, with these parts before their paths.
 
         Args:

@@ -14,7 +14,7 @@ from ..tree.key_tree import KeyNode, KeyTree
 __all__ = ["LayerColumns", "layers_of"]
 
 _MOST_DEPTH = 16
-_MOST_NODES = 4000
+_MOST_NODES = 4000  # but for those beside the last one that is taken apart
 _MOST_CHILDREN = 150
 _GROUPS = 60
 _MOST_DIGITS = 15  # of a number by which names are sorted
@@ -54,20 +54,19 @@ _Undivided = tuple[int, int, str, KeyNode, "array[int] | None"]
 tree's node; of a group its first tensors."""
 
 
-def layers_of(keys: Sequence[str], nbytes: Sequence[int], most: int = _MOST_NODES) -> LayerColumns:
+def layers_of(keys: Sequence[str], nbytes: Sequence[int]) -> LayerColumns:
     """The tree of tensors' flat keys and bytes. Where it has too many nodes, the largest are taken apart first.
 
     Args:
         keys: The flat key of each.
         nbytes: The bytes of each.
-        most: How many nodes it may have, but for those that are beside the last one to be taken apart.
     """
     known = KeyTree.of(keys, nbytes, _MOST_DEPTH)
     root = known.root
     columns = LayerColumns([], [], [], [], [])
     columns.add(-1, "all tensors", "", known.nbytes(root), root.tensors)
     heap: list[_Undivided] = [(0, 0, "", root, None)]
-    while heap and len(columns.parent) < most:
+    while heap and len(columns.parent) < _MOST_NODES:
         _, number, prefix, node, some = heapq.heappop(heap)
         firsts = array("q", (child.first for child in known.below(node))) if some is None else some
         if len(firsts) > _MOST_CHILDREN:

@@ -27,27 +27,28 @@ class ValueColumns:
     left_out: int
 
 
-def values_of(metadata: Metadata, keys: Sequence[str], most: int = _MOST_VALUES) -> ValueColumns:
+def values_of(metadata: Metadata, keys: Sequence[str]) -> ValueColumns:
     """The values; of those in data files only where they are.
 
     Args:
         metadata: The checkpoint's.
         keys: The flat keys of its table's tensors.
-        most: How many are shown.
     """
     table = metadata.table
     stored = [t for t, kind in enumerate(table.kinds.tolist()) if kind == Kind.VALUE]
-    rows = [(metadata.key(path), *_decoded(tree)) for path, tree in metadata.value_records[:most]]
-    for t in stored[: most - len(rows)]:
+    rows = [(metadata.key(path), *_decoded(tree)) for path, tree in metadata.value_records[:_MOST_VALUES]]
+    for t in stored[: _MOST_VALUES - len(rows)]:
         size = table.layouts[table.layout_of[t]].shape[0]
         rows.append((keys[t], "", f"(in a data file, {size} bytes)"))
     return _columns(sorted(rows), len(metadata.value_records) + len(stored))
 
 
-def user_values(metadata: Metadata, most: int = _MOST_VALUES) -> ValueColumns:
+def user_values(metadata: Metadata) -> ValueColumns:
     """What ``SaveOptions.user_metadata`` held."""
     user = metadata.user_metadata
-    rows = [(key_text(key), type(value).__name__, value_text(value)) for key, value in list(user.items())[:most]]
+    rows = [
+        (key_text(key), type(value).__name__, value_text(value)) for key, value in list(user.items())[:_MOST_VALUES]
+    ]
     return _columns(rows, len(user))
 
 

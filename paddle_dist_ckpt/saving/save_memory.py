@@ -154,7 +154,7 @@ class SaveMemory:
             self._buffer_is_fast = allocate is not None
         return self._buffer[:nbytes]
 
-    def window_buffers(self, count: int, allocate: Allocate | None = None) -> Buffers:
+    def window_buffers(self, count: int, allocate: Allocate | None) -> Buffers:
         """Buffers for ``count`` windows. Those of ``allocate``, as for a snapshot, are kept for the next save."""
         if allocate is None:
             return Buffers(count)

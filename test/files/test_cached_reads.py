@@ -17,7 +17,7 @@ from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.errors import CheckpointCorruptedError
 from paddle_dist_ckpt.files.holes import Holes
-from paddle_dist_ckpt.files.reader import Consumer, StoredEntry, entry_tasks, read_entries
+from paddle_dist_ckpt.files.reader import Consumer, StoredEntry, entry_tasks
 from paddle_dist_ckpt.files.runs import CHUNK_BYTES, STRAIGHT_BYTES, OpenFile
 from paddle_dist_ckpt.storage.local_files import LocalReadable
 from test.jobs import CountingStorage, blank_like, data_reads, load_alone, make_array, save_alone
@@ -85,7 +85,8 @@ def opened(
 def read(file: OpenFile, box: Box, block_bytes: int) -> np.ndarray:
     target = np.zeros(box.shape, np.uint32)
     entry = StoredEntry(file, 0, 0, SHAPE, DTYPES["uint32"], "w")
-    read_entries([(entry, [Consumer(box, target)])], block_bytes, 1, lambda: None, lambda nbytes: None)
+    for task in entry_tasks([(entry, [Consumer(box, target)])], block_bytes, Buffers(1), lambda nbytes: None):
+        task()
     return target
 
 
