@@ -19,7 +19,7 @@ from ..files.names import step_of
 from ..folder.checkpoint import read_checkpoint
 from ..folder.ids import committed_ids, metadata_ids
 from ..folder.nothing import managers_text
-from ..storage import LocalStorage, local_path
+from ..storage import Folders, LocalStorage, local_path
 from ..storage.base import Storage
 from ..tree.paths import plain_key
 from ..tree.values import from_jsonable
@@ -233,11 +233,11 @@ def steps_facts(path: str) -> StepsFacts | None:
     from ..manager.retention import Retention
     from ..manager.steps import NOTE, Steps, step_folder
 
-    found = Steps(root, NOTE)
-    folders = found.folders()
+    found, opened = Steps(root, NOTE), Folders()
+    folders = found.folders(opened)
     if not folders or any(name.endswith(".metadata") for name in LocalStorage(root).names()):
         return None
-    found.look()
+    found.look(opened)
     steps = list(_steps(root, found.metrics, step_folder))
     known = {fact.step: fact.metrics for fact in steps}
     names = sorted({name for metrics in known.values() for name in metrics})

@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 from ..files.names import parse_data_file
 from ..folder.checkpoint import read_checkpoint
 from ..folder.delete import warn_of_files_elsewhere
-from ..storage import LocalStorage
+from ..storage import Folders, LocalStorage
 from .retention import Retention
 from .steps import NOTE, Steps, remove_step, step_folder
 
@@ -48,13 +48,13 @@ def plan_prune(root: Path, retention: Retention, dry_run: bool = False) -> Prune
     Steps that are links to folders elsewhere stay. A ``dry_run``, which is not carried out, changes nothing, so it goes
     by the host's clock.
     """
-    steps = Steps(root, NOTE)
-    steps.look()
-    doomed = retention.doomed(steps.metrics, max(steps.metrics), steps.linked()) if steps.metrics else []
+    steps, opened = Steps(root, NOTE), Folders()
+    steps.look(opened)
+    doomed = retention.doomed(steps.metrics, max(steps.metrics), steps.linked(opened)) if steps.metrics else []
     now = time.time() if dry_run else None
     kept = [step for step in sorted(steps.metrics) if step not in doomed]
-    littered = [step for step in steps.littered(now=now) if step in kept]
-    abandoned = steps.abandoned(now=now)
+    littered = [step for step in steps.littered(opened, now) if step in kept]
+    abandoned = steps.abandoned(opened, now)
     sizes = {step: _data_bytes(LocalStorage(step_folder(root, step))) for step in abandoned}
     return PrunePlan(steps, root, kept, doomed, abandoned, littered, sizes)
 
@@ -104,13 +104,15 @@ def carry_out(plan: PrunePlan) -> Pruned:
         with suppress(OSError, CheckpointError):  # what is wrong will be heard of
             storage = LocalStorage(step_folder(plan.root, step))
             warn_of_files_elsewhere(storage, read_checkpoint(storage, step))
-    begun = plan.steps.begin_removals([*plan.doomed, *plan.abandoned], plan.littered)
+    opened = Folders()
+    begun = plan.steps.begin_removals([*plan.doomed, *plan.abandoned], plan.littered, opened)
     left, unfinished = dict(begun), []
     try:
         for step, removal in begun.items():
             unfinished += [] if removal.finish() else [step]
             del left[step]
-            remove_step(plan.root, step, ())  # the files are gone, and what has their names now is somebody else's
+            # The files are gone, and what has their names now is somebody else's.
+            remove_step(plan.root, step, (), opened)
     finally:
         for removal in left.values():  # an interrupt
             removal.leave()

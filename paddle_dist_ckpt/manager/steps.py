@@ -41,7 +41,6 @@ NOTE = "checkpoint_manager"
 """Where the user_metadata of a step's checkpoint has the step and its metrics."""
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_FOLDERS = Folders()
 _MOST_MET = 10  # steps that a rank remembers to have saved or restored
 
 
@@ -74,7 +73,7 @@ class Steps:
         self.unread: dict[int, Exception] = {}
         self.refused: set[int] = set()
 
-    def look(self, opened: Folders = _FOLDERS) -> None:
+    def look(self, opened: Folders) -> None:
         """See which steps are committed. What is known of a step is not read again, unless it was saved anew.
 
         Raises:
@@ -100,7 +99,7 @@ class Steps:
                     unread[step] = error
         self._saves, self.metrics, self.unread = saves, metrics, unread
 
-    def meet(self, step: int, opened: Folders = _FOLDERS) -> None:
+    def meet(self, step: int, opened: Folders) -> None:
         """Remember that this rank has saved or restored a step, or saves it in the background, and in which folder."""
         self._met = [*(one for one in self._met if one != step), step][-_MOST_MET:]
         with suppress(FileNotFoundError):
@@ -110,7 +109,7 @@ class Steps:
         """Whether a step is the last one that this rank has saved or restored."""
         return self._met[-1:] == [step]
 
-    def check_same(self, opened: Folders = _FOLDERS) -> None:
+    def check_same(self, opened: Folders) -> None:
         """See that the folder is the one that it was: what it was may be not mounted any more, and have all the steps.
 
         Raises:
@@ -143,7 +142,7 @@ class Steps:
         except (CheckpointError, OSError):  # it cannot be read now, but it is there
             return True
 
-    def highest(self, opened: Folders = _FOLDERS) -> int | None:
+    def highest(self, opened: Folders) -> int | None:
         """The highest step that is committed here; others, and what cannot be read, are passed over."""
         for step in reversed(self.folders(opened)):
             try:
@@ -174,7 +173,7 @@ class Steps:
                 ) from error
         return latest
 
-    def check_root(self, opened: Folders = _FOLDERS) -> None:
+    def check_root(self, opened: Folders) -> None:
         """Refuse what is no place for steps.
 
         Raises:
@@ -198,7 +197,7 @@ class Steps:
             "(restore(state, path=...) loads from this one)"
         )
 
-    def folders(self, opened: Folders = _FOLDERS) -> list[int]:
+    def folders(self, opened: Folders) -> list[int]:
         """The steps that have a folder, committed or not, ascending."""
         names = opened(self._root).names()
         return sorted(step for name in names if (step := step_of(name)) is not None)
@@ -211,13 +210,11 @@ class Steps:
             return {}
         return {name: value for name, value in found.items() if type(value) is float}
 
-    def linked(self, opened: Folders = _FOLDERS) -> list[int]:
+    def linked(self, opened: Folders) -> list[int]:
         """The steps that are links to folders elsewhere, of which nothing is to be removed."""
         return [step for step in self.folders(opened) if _is_link(step_folder(self._root, step), opened)]
 
-    def begin_removals(
-        self, steps: Iterable[int], littered: Iterable[int] = (), opened: Folders = _FOLDERS
-    ) -> dict[int, Deletion]:
+    def begin_removals(self, steps: Iterable[int], littered: Iterable[int], opened: Folders) -> dict[int, Deletion]:
         """Make steps uncommitted, or set out to remove what is left of those that never were.
 
         What was saved under a step since the last look stays, and so does a folder in which somebody is at work.
@@ -277,7 +274,7 @@ class Steps:
         else:
             _logger.info("removing what dead saves have left beside step %d: %s", step, storage.location)
 
-    def littered(self, opened: Folders = _FOLDERS, now: float | None = None, anew: bool = True) -> list[int]:
+    def littered(self, opened: Folders, now: float | None = None, anew: bool = True) -> list[int]:
         """Committed steps in whose folders dead saves have left something, and nobody works any more.
 
         Args:
@@ -301,7 +298,7 @@ class Steps:
         time = self._now(opened) if now is None else now
         return [step for step, storage in committed.items() if _is_left(storage, time)]
 
-    def abandoned(self, opened: Folders = _FOLDERS, now: float | None = None) -> list[int]:
+    def abandoned(self, opened: Folders, now: float | None = None) -> list[int]:
         """Steps that were never committed, or are half removed, and that nobody works on any more.
 
         Where no claim speaks of a folder's data files, they may be all that is left of a step, so it is none of these.
@@ -349,7 +346,7 @@ class Steps:
         return False
 
 
-def remove_step(root: Path, step: int, saves: Collection[str], opened: Folders = _FOLDERS) -> None:
+def remove_step(root: Path, step: int, saves: Collection[str], opened: Folders) -> None:
     """Remove the files of these saves from a step's folder, and the folder unless there is something else in it."""
     folder = step_folder(root, step)
     if _is_link(folder, opened):  # what it leads to was put there by somebody else

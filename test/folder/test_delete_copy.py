@@ -40,7 +40,7 @@ from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.folder.other_claims import OtherClaims
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
 from paddle_dist_ckpt.manager.retention import Retention
-from paddle_dist_ckpt.manager.steps import Steps, step_folder
+from paddle_dist_ckpt.manager.steps import step_folder
 from paddle_dist_ckpt.storage import Folders, LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import (
@@ -114,7 +114,7 @@ def test_nobody_waits_for_a_deletion_that_was_interrupted(
         plan = plan_prune(root, Retention(1, None, None))
         assert plan.doomed == [1, 2]
         folders = Folders(lambda path, hook=interrupt: FaultyStorage(path, hook))  # type: ignore[misc]
-        monkeypatch.setattr(Steps.begin_removals, "__defaults__", (folders,))
+        monkeypatch.setattr("paddle_dist_ckpt.manager.prune.Folders", lambda folders=folders: folders)
         with suppress(KeyboardInterrupt):
             if by == "delete":
                 delete(folders(step_folder(root, 1)), 1)

@@ -35,6 +35,8 @@ from test.jobs import age, another_host, data_files, errors_of, load_whole, save
 from test.stalls import helpers_end
 from test.waiting import PATIENCE
 
+FOLDERS = Folders()
+
 
 def save_step(root: Path, step: int, **metrics: float) -> None:
     options = SaveOptions(user_metadata={"note": {"step": step, "metrics": metrics}})
@@ -43,7 +45,7 @@ def save_step(root: Path, step: int, **metrics: float) -> None:
 
 def look(root: Path) -> Steps:
     steps = Steps(root, "note")
-    steps.look()
+    steps.look(FOLDERS)
     return steps
 
 
@@ -113,10 +115,10 @@ def test_what_is_copied_back_after_it_was_pruned_stays(tmp_path: Path, monkeypat
         save_step(tmp_path / "run", step)
     copy_checkpoint(step_folder(tmp_path / "run", 1), tmp_path / "backup")
 
-    def remove(root: Path, step: int, saves: Collection[str]) -> None:
+    def remove(root: Path, step: int, saves: Collection[str], opened: Folders) -> None:
         assert not list(step_folder(root, step).glob("*.claim"))
         copy_checkpoint(tmp_path / "backup", step_folder(root, step))
-        remove_step(root, step, saves)
+        remove_step(root, step, saves, opened)
 
     monkeypatch.setattr(prune, "remove_step", remove)
     assert prune.carry_out(prune.plan_prune(tmp_path / "run", Retention(1, None, None))).removed == [1]
@@ -144,7 +146,7 @@ def test_a_step_that_the_disk_does_not_give_may_be_the_latest(
             steps.latest()
     else:
         assert steps.latest() == 2
-    steps.look()
+    steps.look(FOLDERS)
     assert steps.latest() == 2
 
 
@@ -164,11 +166,11 @@ def test_a_step_that_memory_was_too_short_for_may_be_the_latest(
 
     monkeypatch.setattr(ids, "decode_note", short)
     steps = Steps(tmp_path, "note")
-    steps.look()
+    steps.look(FOLDERS)
     with pytest.raises(CheckpointError, match=r"2 cannot be read, and may be the latest step: 2.*not enough memory"):
         steps.latest()
     monkeypatch.undo()
-    steps.look()
+    steps.look(FOLDERS)
     assert steps.latest() == 2
 
 
@@ -193,19 +195,19 @@ def test_a_step_is_read_again_only_if_it_was_saved_again(tmp_path: Path, monkeyp
     read: list[int] = []
     real = steps_module.note_of
     monkeypatch.setattr(steps_module, "note_of", lambda storage, step: (read.append(step), real(storage, step))[1])
-    steps.look()
+    steps.look(FOLDERS)
     assert read == []
     save_step(tmp_path, 1, loss=2.0)
-    steps.look()
+    steps.look(FOLDERS)
     assert read == [1]
     assert steps.metrics == {1: {"loss": 2.0}}
 
 
 def removed(steps: Steps, root: Path, step: int) -> bool:
     """Remove a step, or try to."""
-    for removal in steps.begin_removals([step]).values():
+    for removal in steps.begin_removals([step], [], FOLDERS).values():
         removal.finish()
-        remove_step(root, step, removal.saves)
+        remove_step(root, step, removal.saves, FOLDERS)
         return True
     return False
 
@@ -224,16 +226,16 @@ def test_metadata_goes_first_and_other_files_stay(tmp_path: Path) -> None:
     (step_folder(tmp_path, 2) / "tokenizer.json").touch()
     steps = look(tmp_path)
     for step in (1, 2):
-        removal = steps.begin_removals([step])[step]
+        removal = steps.begin_removals([step], [], FOLDERS)[step]
         assert not (step_folder(tmp_path, step) / f"{step}.metadata").exists()
         assert any(name.endswith(".safetensors") for name in os.listdir(step_folder(tmp_path, step)))
         assert removal.saves == [next(step_folder(tmp_path, step).glob("*.safetensors")).name.split(".")[1]]
         removal.finish()
-        remove_step(tmp_path, step, removal.saves)
+        remove_step(tmp_path, step, removal.saves, FOLDERS)
     assert steps.metrics == {}
     assert not step_folder(tmp_path, 1).exists()
     assert os.listdir(step_folder(tmp_path, 2)) == ["tokenizer.json"]
-    remove_step(tmp_path, 77, ["0123456789abcdef"])
+    remove_step(tmp_path, 77, ["0123456789abcdef"], FOLDERS)
 
 
 def test_a_step_that_was_saved_anew_stays(tmp_path: Path) -> None:
@@ -310,7 +312,7 @@ def test_a_save_makes_its_folder_again_that_was_empty_and_is_removed(tmp_path: P
     def remove(operation: str, name: str) -> None:
         if operation == "publish" and name.endswith(".claim") and not times:
             times.append(name)
-            remove_step(tmp_path, 1, ())
+            remove_step(tmp_path, 1, (), FOLDERS)
             assert not folder.exists()
 
     save_alone({"x": np.full(3, 7)}, FaultyStorage(folder, remove), 1)
@@ -327,7 +329,7 @@ def test_a_save_makes_its_folder_again_that_is_removed_before_it_is_looked_at(
     def remove(storage: LocalStorage) -> FolderIdentity:
         if len(times) < 3:
             times.append(1)
-            remove_step(tmp_path, 1, ())
+            remove_step(tmp_path, 1, (), FOLDERS)
         return identity(storage)
 
     monkeypatch.setattr(LocalStorage, "identity", remove)
@@ -339,12 +341,12 @@ def test_a_save_makes_its_folder_again_that_is_removed_before_it_is_looked_at(
 def test_what_is_left_of_a_removal_that_was_cut_short_goes_later(tmp_path: Path) -> None:
     save_step(tmp_path, 9)
     save_step(tmp_path, 1)
-    assert list(look(tmp_path).begin_removals([1])) == [1]
+    assert list(look(tmp_path).begin_removals([1], [], FOLDERS)) == [1]
     folder = step_folder(tmp_path, 1)
     for path in [*folder.iterdir(), folder]:
         age(path)
     steps = look(tmp_path)
-    assert steps.abandoned() == [1]
+    assert steps.abandoned(FOLDERS) == [1]
     assert removed(steps, tmp_path, 1)
     assert not folder.exists()
 
@@ -368,7 +370,7 @@ def test_nobody_waits_for_a_removal_that_has_failed_on_a_rank(tmp_path: Path, mo
         root, hook = roots[rank.rank], refuse if rank.rank else lambda *_: None
         opened = Folders(lambda folder: FaultyStorage(folder, hook, FolderIdentity(f"host{rank.rank}", 1, 1)))
         with rank.hub.session("save_state_dict", PATIENCE) as session:
-            remove_together(session, root, lambda: look(root).begin_removals([1], opened=opened), opened)
+            remove_together(session, root, lambda: look(root).begin_removals([1], [], opened), opened)
 
     errors_of(run_ranks(2, remove), CheckpointError)
     assert list(look(roots[0]).metrics) == []
@@ -394,11 +396,11 @@ def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path, caplog: pytest.L
         age(step_folder(tmp_path, step))
     steps = look(tmp_path)
     for _ in range(2):
-        assert steps.abandoned() == [3, 5]
+        assert steps.abandoned(FOLDERS) == [3, 5]
     assert [record.getMessage()[:15] for record in caplog.records] == ["step 1 is left:"]
-    for step, removal in steps.begin_removals([3, 5]).items():
+    for step, removal in steps.begin_removals([3, 5], [], FOLDERS).items():
         removal.finish()
-        remove_step(tmp_path, step, removal.saves)
+        remove_step(tmp_path, step, removal.saves, FOLDERS)
     assert not step_folder(tmp_path, 5).exists()
     (left,) = os.listdir(step_folder(tmp_path, 3))  # its claim is of another save
     assert left.endswith(".safetensors")
@@ -416,10 +418,10 @@ def test_what_is_dated_far_ahead_is_abandoned_when_it_has_been_found_for_as_long
     age(claim, -30 * 86400)
     age(folder, -30 * 86400)
     steps = look(tmp_path)
-    assert steps.abandoned() == []
+    assert steps.abandoned(FOLDERS) == []
     age(claim, 301)
     age(folder, 301)
-    assert steps.abandoned() == [1]
+    assert steps.abandoned(FOLDERS) == [1]
 
 
 def test_the_clock_of_the_folder_counts_and_not_that_of_a_link_to_it(tmp_path: Path) -> None:
@@ -429,8 +431,8 @@ def test_the_clock_of_the_folder_counts_and_not_that_of_a_link_to_it(tmp_path: P
     age(step_folder(root, 1))
     age(root)
     link, before = tmp_path / "link", (tmp_path / "link").lstat().st_mtime_ns
-    assert look(link).abandoned(now=root.stat().st_mtime) == []
-    assert look(link).abandoned() == [1]
+    assert look(link).abandoned(FOLDERS, now=root.stat().st_mtime) == []
+    assert look(link).abandoned(FOLDERS) == [1]
     assert link.lstat().st_mtime_ns == before
     assert root.stat().st_mtime > step_folder(root, 1).stat().st_mtime + 3000
 
@@ -459,7 +461,7 @@ def test_a_folder_of_steps_that_hangs_is_no_folder_without_steps(tmp_path: Path,
     assert stall.reached.is_set()
     stall.release()
     helpers_end()
-    steps.look()
+    steps.look(FOLDERS)
     assert list(steps.metrics) == [1, 2]
 
 
@@ -469,13 +471,13 @@ def test_a_step_whose_removal_hangs_is_left(tmp_path: Path, caplog: pytest.LogCa
     stall = Stall("delete")
     steps = look(tmp_path)
     with hanging_folders(stall) as hanging:
-        assert steps.begin_removals([1], opened=hanging) == {}
+        assert steps.begin_removals([1], [], hanging) == {}
     assert "step 1 is left for now: " in caplog.text
     assert "has not returned for 0.8 s on rank 0" in caplog.text
     assert stall.reached.is_set()
     stall.release()
     helpers_end()
-    steps.look()
+    steps.look(FOLDERS)
     assert 2 in steps.metrics
 
 
@@ -498,7 +500,7 @@ def test_a_folder_that_cannot_be_listed_keeps_no_other_from_being_tidied(tmp_pat
     littered_step(tmp_path, 2)
     step_folder(tmp_path, 1).write_text("a file")
     for anew in (True, False):
-        assert look(tmp_path).littered(anew=anew) == [2]
+        assert look(tmp_path).littered(FOLDERS, anew=anew) == [2]
     plan = prune.plan_prune(tmp_path, Retention(1, None, None))
     assert (plan.doomed, plan.littered) == ([], [2])
     assert prune.carry_out(plan).tidied == [2]
@@ -507,12 +509,12 @@ def test_a_folder_that_cannot_be_listed_keeps_no_other_from_being_tidied(tmp_pat
 def test_a_step_that_has_become_a_link_is_not_tidied(tmp_path: Path) -> None:
     folder = littered_step(tmp_path / "run", 1)
     steps = look(tmp_path / "run")
-    assert steps.littered() == [1]
+    assert steps.littered(FOLDERS) == [1]
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    assert steps.littered(anew=False) == []
-    assert steps.begin_removals([], [1]) == {}
-    assert steps.littered() == []
+    assert steps.littered(FOLDERS, anew=False) == []
+    assert steps.begin_removals([], [1], FOLDERS) == {}
+    assert steps.littered(FOLDERS) == []
     assert len(os.listdir(tmp_path / "elsewhere")) == 4
 
 
@@ -523,10 +525,10 @@ def test_the_claim_of_a_save_that_has_ended_is_left_to_whoever_takes_over_what_i
     steps = look(tmp_path)
     ended = folder / f"1.{own.name.split('.')[1]}.claim"
     replaced = folder / f"0_1.{'e' * 16}.0.safetensors"
-    littered = steps.littered()
+    littered = steps.littered(FOLDERS)
     ended.write_text(json.dumps({"save": own.name.split(".")[1], "replaces": "e" * 16, "removes": [], "done": True}))
     replaced.write_bytes(b"replaced")
-    assert steps.begin_removals([], littered)[1].finish()
+    assert steps.begin_removals([], littered, FOLDERS)[1].finish()
     assert ended.exists()
     age(ended)
     save_step(tmp_path, 1)

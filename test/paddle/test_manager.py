@@ -35,6 +35,7 @@ from paddle_dist_ckpt.manager import sigterm
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
 from paddle_dist_ckpt.manager.retention import Retention
 from paddle_dist_ckpt.manager.steps import NOTE, Steps, remove_step
+from paddle_dist_ckpt.storage import Folders
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
 from test.readers.golden import GOLDEN, expected_arrays
@@ -808,10 +809,10 @@ def removing(real: Any, root: Path, step: int, at: int, finished: bool, seen: li
         if storage.location.endswith(f"{step:08d}") and threading.current_thread() is threading.main_thread():
             seen.append(real.__name__)
             if len(seen) == at + 1:
-                removal = looked_at(root).begin_removals([step])[step]
+                removal = looked_at(root).begin_removals([step], [], Folders())[step]
                 if finished:
                     removal.finish()
-                    remove_step(root, step, ())
+                    remove_step(root, step, (), Folders())
         return real(storage, *args, **more)
 
     return operation
@@ -819,7 +820,7 @@ def removing(real: Any, root: Path, step: int, at: int, finished: bool, seen: li
 
 def looked_at(root: Path) -> Steps:
     steps = Steps(root, NOTE)
-    steps.look()
+    steps.look(Folders())
     return steps
 
 

@@ -30,7 +30,7 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.core.progress import Progress
 from paddle_dist_ckpt.manager.steps import Steps, step_folder
-from paddle_dist_ckpt.storage import as_source, as_storage
+from paddle_dist_ckpt.storage import Folders, as_source, as_storage
 from test.jobs import errors_of, load_alone, load_whole, save_alone, try_load, try_save
 
 
@@ -185,7 +185,7 @@ def test_a_manager_is_given_the_folder_of_the_steps(tmp_path: Path) -> None:
             CheckpointManager(tmp_path / name)
     save_alone({"n": 1}, tmp_path / "run")  # a last checkpoint beside the steps is no mistake
     for name in ("run", "nowhere"):
-        Steps(tmp_path / name, "note").check_root()
+        Steps(tmp_path / name, "note").check_root(Folders())
 
 
 def test_a_step_that_is_not_there_to_be_restored(tmp_path: Path) -> None:
