@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..control import NoTransport, SoloHub
@@ -36,6 +37,23 @@ _Empty = Callable[[tuple[int, ...], DType], Any]
 """Makes a tensor that can be filled."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is loaded of a checkpoint.
+
+    Attributes:
+        metadata: What the checkpoint holds.
+        paths: What is loaded, by path, each with the path under which it is returned.
+        made: Those that are not as they are stored, and what they are made of.
+        stored: The stored tensors, by flat key; empty if nothing is made of them.
+    """
+
+    metadata: Metadata
+    paths: dict[str, str]
+    made: dict[str, Arranged]
+    stored: Mapping[str, SourceTensor]
+
+
 def load_merged(
     storage: Storage,
     adapter: Adapter,
@@ -51,50 +69,73 @@ def load_merged(
     arranger = RecipeArranger(options.recipes or {}, rest) if options.recipes or rest is not None else None
     restarts = Restarts(storage)
     metadata: Metadata
-    chosen: dict[str, str]
+    paths: dict[str, str]
     leaves: Leaves
     values: dict[str, Any] = {}
 
     def scan() -> Leaves:
-        nonlocal metadata, chosen, leaves
-        while True:
-            metadata, made = read_checkpoint(storage, unique_id), dict[str, Arranged]()
-            if arranger is None:
-                chosen = select(metadata, selection)
-            else:
-                stored = stored_tensors(metadata)
-                every = _all_made(storage.location, metadata, stored, arranger, bool(options.strict))
-                chosen, made = _select_made(metadata, stored, every, selection)
-            try:
-                check_sizes(storage, metadata, _files_of(metadata, _sources(metadata, chosen, made)))
-            except CheckpointCorruptedError:
-                if restarts.due(metadata):
-                    continue
-                raise
-            leaves = Leaves()  # for which memory is had only now
-            for path in chosen:
-                if path not in made:
-                    _add_stored(leaves, metadata, path, adapter.empty)
-                    continue
-                shape, dtype = made[path].shape, made[path].dtype_of(stored)
-                leaves.tensor_paths.append(path)
-                leaves.tensors.append(_empty(adapter.empty, shape, dtype, plain_key(path)))
-            return leaves
+        nonlocal metadata, paths, leaves
+        chosen = _choose(storage, unique_id, selection, arranger, bool(options.strict), restarts)
+        metadata, paths, leaves = chosen.metadata, chosen.paths, Leaves()  # those of the try before are free now
+        _add_leaves(leaves, chosen, adapter.empty)
+        return leaves
 
     with SoloHub().session("load", options.timeout) as session:
         # Whole tensors are loaded under the keys that they have, and those that are not chosen are not asked for.
-        options = dataclasses.replace(options, key_map=None, recipes=None, strict=bool(options.strict))
+        plain = dataclasses.replace(options, key_map=None, recipes=None, strict=bool(options.strict))
         context = LoadContext(
-            storage, session, NoTransport(), adapter, options, threads, arranger=arranger, is_part=is_part
+            storage, session, NoTransport(), adapter, plain, threads, arranger=arranger, is_part=is_part
         )
         restore, read = (lambda found, _: values.update(found)), (lambda _: metadata)
         LeavesLoad(scan, restore, context, unique_id, read=read).run()
     values.update(zip(leaves.tensor_paths, leaves.tensors, strict=True))
     if flat:
-        keys = selected_keys(metadata, chosen) if arranger is None else flat_keys(list(chosen.values()))
-        return dict(zip(keys, map(values.__getitem__, chosen), strict=True))
-    tree: dict[Any, Any] = build_tree((rest, values[path]) for path, rest in chosen.items())
+        keys = selected_keys(metadata, paths) if arranger is None else flat_keys(list(paths.values()))
+        return dict(zip(keys, map(values.__getitem__, paths), strict=True))
+    tree: dict[Any, Any] = build_tree((place, values[path]) for path, place in paths.items())
     return tree
+
+
+def _choose(
+    storage: Storage,
+    unique_id: int | None,
+    selection: Selection,
+    arranger: RecipeArranger | None,
+    strict: bool,
+    restarts: Restarts,
+) -> _Chosen:
+    """Read what a checkpoint holds, and choose what is loaded of it; anew if it is replaced meanwhile.
+
+    Raises:
+        StateDictMismatchError: see :func:`_all_made`.
+        CheckpointCorruptedError: a file that is needed is missing, or has another size.
+    """
+    while True:
+        metadata = read_checkpoint(storage, unique_id)
+        if arranger is None:
+            chosen = _Chosen(metadata, select(metadata, selection), {}, {})
+        else:
+            stored = stored_tensors(metadata)
+            every = _all_made(storage.location, metadata, stored, arranger, strict)
+            chosen = _Chosen(metadata, *_select_made(metadata, stored, every, selection), stored)
+        try:
+            check_sizes(storage, metadata, _files_of(metadata, _sources(metadata, chosen.paths, chosen.made)))
+        except CheckpointCorruptedError:
+            if restarts.due(metadata):
+                continue
+            raise
+        return chosen
+
+
+def _add_leaves(leaves: Leaves, chosen: _Chosen, empty: _Empty) -> None:
+    """Add memory for what is loaded, and the places of values."""
+    for path in chosen.paths:
+        one = chosen.made.get(path)
+        if one is None:
+            _add_stored(leaves, chosen.metadata, path, empty)
+        else:
+            leaves.tensor_paths.append(path)
+            leaves.tensors.append(_empty(empty, one.shape, one.dtype_of(chosen.stored), plain_key(path)))
 
 
 def _all_made(
