@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -14,8 +14,10 @@ from .documents import print_json
 from .output import count, human_bytes, print_columns, say, say_text, shape_text
 
 if TYPE_CHECKING:
+    from ..core.box import Box
     from ..files.metadata import Metadata
     from ..storage.base import Storage
+    from .contents import Statistics, TensorContent, ValueContent
 
 __all__ = ["cat"]
 
@@ -61,52 +63,101 @@ def cat(
 
 
 def _cat(storage: Storage, metadata: Metadata, key: str, region: str | None, stats: bool, json: bool) -> None:
-    import numpy as np
+    from .contents import ValueContent, find_content
+    from .regions import parse_slice
 
-    from .contents import ValueContent, find_content, read_edges, read_region, read_value, statistics
-    from .regions import edge_items, parse_slice
-
-    tensor = find_content(metadata, key)
-    if isinstance(tensor, ValueContent):
+    content = find_content(metadata, key)
+    if isinstance(content, ValueContent):
         if region is not None or stats:
             raise ValueError(f"{key} is a value, which has neither slices nor statistics")
-        value = read_value(storage, metadata, tensor)
-        if json:
-            print_json({"key": key, "kind": "value", "value": value})
-            return
-        say_text(value if isinstance(value, str) else value_text(value, _MOST_LETTERS))
+        _print_value(storage, metadata, content, json)
         return
-    box, kept = parse_slice(region or "", tensor.shape)
-    shape = [box.shape[dimension] for dimension in kept]
-    document: dict[str, Any] = {"key": key, "kind": "tensor", "dtype": tensor.dtype.name, "shape": tensor.shape}
-    if stats:
-        from ..core.progress import Progress
-
-        with Progress("read", box.size * tensor.dtype.itemsize, False if json else None, True) as bar:
-            found = statistics(storage, metadata, tensor, box, bar)
-        if json:
-            print_json({**document, "slice": region, "stats": found})
-            return
-        say(f"{key}  {shape_text(shape)} {tensor.dtype.name}", "head")
-        names = ("elements", "nan", "infinite", "zero", "min", "max", "mean", "norm")
-        print_columns([[name, _number(getattr(found, name))] for name in names])
-        return
+    part = _Slice(storage, metadata, content, *parse_slice(region or "", content.shape))
     if json:
-        items = None
-        if box.size <= _MOST_ITEMS and _letters(shape) <= _MOST_JSON:
-            items = _readable(read_region(storage, metadata, tensor, box), tensor.dtype).reshape(shape).tolist()
-        print_json({**document, "slice": region, "values": items})
-        return
+        found = {"stats": _statistics(part, progress=False)} if stats else {"values": _all_items(part)}
+        tensor = {"key": key, "kind": "tensor", "dtype": content.dtype.name, "shape": content.shape}
+        print_json({**tensor, "slice": region, **found})
+    elif stats:
+        _print_statistics(part)
+    else:
+        _print_items(part)
+
+
+class _Slice(NamedTuple):
+    """A slice of a tensor: its region, and the dimensions of that which the slice keeps."""
+
+    storage: Storage
+    metadata: Metadata
+    tensor: TensorContent
+    box: Box
+    kept: tuple[int, ...]
+
+    @property
+    def shape(self) -> list[int]:
+        return [self.box.shape[dimension] for dimension in self.kept]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.tensor.dtype.itemsize
+
+    @property
+    def title(self) -> str:
+        return f"{self.tensor.key}  {shape_text(self.shape)} {self.tensor.dtype.name}"
+
+
+def _print_value(storage: Storage, metadata: Metadata, content: ValueContent, json: bool) -> None:
+    from .contents import read_value
+
+    value = read_value(storage, metadata, content)
+    if json:
+        print_json({"key": content.key, "kind": "value", "value": value})
+    else:
+        say_text(value if isinstance(value, str) else value_text(value, _MOST_LETTERS))
+
+
+def _statistics(part: _Slice, progress: bool | None) -> Statistics:
+    from ..core.progress import Progress
+    from .contents import statistics
+
+    with Progress("read", part.nbytes, progress, True) as bar:
+        return statistics(part.storage, part.metadata, part.tensor, part.box, bar)
+
+
+def _print_statistics(part: _Slice) -> None:
+    found = _statistics(part, progress=None)
+    say(part.title, "head")
+    names = ("elements", "nan", "infinite", "zero", "min", "max", "mean", "norm")
+    print_columns([[name, _number(getattr(found, name))] for name in names])
+
+
+def _all_items(part: _Slice) -> Any:
+    """All items as lists; None if they are too many."""
+    from .contents import read_region
+
+    if part.box.size > _MOST_ITEMS or _letters(part.shape) > _MOST_JSON:
+        return None
+    raw = read_region(part.storage, part.metadata, part.tensor, part.box)
+    return _readable(raw, part.tensor.dtype).reshape(part.shape).tolist()
+
+
+def _print_items(part: _Slice) -> None:
+    """Print the items, or of many those at the edges."""
+    import numpy as np
+
+    from .contents import read_edges, read_region
+    from .regions import edge_items
+
+    storage, metadata, tensor, box, kept = part
     large = box.size > _MOST_PRINTED
-    part, edge = edge_items(box, _MOST_PRINTED) if large else (box, 0)
-    firsts = [dimension for dimension in kept if part.shape[dimension] < box.shape[dimension]]
+    shown, edge = edge_items(box, _MOST_PRINTED) if large else (box, 0)
+    firsts = [dimension for dimension in kept if shown.shape[dimension] < box.shape[dimension]]
     kept = tuple(dimension for dimension in kept if dimension not in firsts)
     if large:
-        raw = read_edges(storage, metadata, tensor, part, edge)
+        raw = read_edges(storage, metadata, tensor, shown, edge)
     else:
-        raw = read_region(storage, metadata, tensor, part)
+        raw = read_region(storage, metadata, tensor, shown)
     items = _readable(raw, tensor.dtype).reshape([raw.shape[dimension] for dimension in kept])
-    say(f"{key}  {shape_text(shape)} {tensor.dtype.name}, {human_bytes(box.size * tensor.dtype.itemsize)}", "head")
+    say(f"{part.title}, {human_bytes(part.nbytes)}", "head")
     if firsts:
         say(f"of the first {count(len(firsts), 'dimension')} only the first item; see --slice", "faint")
     for line in np.array2string(items, threshold=0 if large else box.size + 1, edgeitems=edge).split("\n"):

@@ -26,6 +26,8 @@ from ..tree.values import from_jsonable
 from .regions import WINDOW_BYTES, best_along, edges, windows
 
 __all__ = [
+    "Statistics",
+    "TensorContent",
     "ValueContent",
     "examples_text",
     "find_content",
