@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +12,8 @@ from .documents import print_json
 from .output import count, human_bytes, say
 
 if TYPE_CHECKING:
-    from ..manager.prune import Pruned
+    from ..manager.prune import Pruned, PrunePlan
+    from .inspection import StepsFacts
 
 __all__ = ["prune"]
 
@@ -53,29 +55,17 @@ def prune(
     from .inspection import no_steps_text, steps_facts
 
     alone_only("prune")
-    name, _, mode = (best or "").rpartition(":")
-    if best is not None and (not name or mode not in ("min", "max")):
-        raise typer.BadParameter("pass a metric's name and min or max, such as loss:min", param_hint="--best")
+    metric = _metric_of(best)
     facts = steps_facts(root)
     if facts is None:
         raise CheckpointNotFoundError(no_steps_text(root))
-    retention = Retention(keep_last, keep_every, (name, mode) if best is not None else None)
-    plan = plan_prune(Path(facts.path), retention, dry_run)
+    plan = plan_prune(Path(facts.path), Retention(keep_last, keep_every, metric), dry_run)
+    if metric is not None and plan.doomed:
+        _check_known(metric[0], facts)
     sizes = {step.step: step.bytes for step in facts.steps} | plan.abandoned_bytes
-    if name and plan.doomed and not any(name in step.metrics for step in facts.steps):
-        known = ", ".join(sorted({metric for step in facts.steps for metric in step.metrics})) or "none"
-        raise typer.BadParameter(f"no step has the metric {name!r}; their metrics: {known}", param_hint="--best")
     done = Pruned(plan.kept, plan.doomed, plan.abandoned, plan.littered, [], [], [], [], [])
-    doomed = [*plan.doomed, *plan.abandoned]
-    if (doomed or plan.littered) and not dry_run:
-        if not yes:
-            say(f"keeps    {_listed(plan.kept)}", err=True)
-            say(f"removes  {_listed(doomed)}", err=True)
-            if plan.littered:
-                say(f"and what dead saves have left beside {_listed(plan.littered)}", err=True)
-        size = human_bytes(sum(sizes.get(step, 0) for step in doomed))
-        what = f"{count(len(doomed), 'step')} of {len(plan.kept) + len(doomed)}, {size}" if doomed else "what is left"
-        confirm(f"Remove {what}?", yes)
+    if (plan.doomed or plan.abandoned or plan.littered) and not dry_run:
+        _ask(plan, sizes, yes)
         done = carry_out(plan)
     freed = sum(sizes.get(step, 0) for step in [*done.removed, *done.abandoned] if step not in done.unfinished)
     if json:
@@ -86,6 +76,37 @@ def prune(
         for problem in problems:
             say(problem, err=True)
         raise typer.Exit(1)
+
+
+def _metric_of(best: str | None) -> tuple[str, str] | None:
+    """A metric's name, and whether its smallest or its largest value is the best, of ``NAME:MODE``."""
+    if best is None:
+        return None
+    name, _, mode = best.rpartition(":")
+    if not name or mode not in ("min", "max"):
+        raise typer.BadParameter("pass a metric's name and min or max, such as loss:min", param_hint="--best")
+    return name, mode
+
+
+def _check_known(name: str, facts: StepsFacts) -> None:
+    """Refuse a metric that no step has: the best step by it would be removed without a word."""
+    known = {metric for step in facts.steps for metric in step.metrics}
+    if name not in known:
+        text = ", ".join(sorted(known)) or "none"
+        raise typer.BadParameter(f"no step has the metric {name!r}; their metrics: {text}", param_hint="--best")
+
+
+def _ask(plan: PrunePlan, sizes: Mapping[int, int], yes: bool) -> None:
+    """Say what is to be removed, and ask whether it may be, unless that was answered before."""
+    doomed = [*plan.doomed, *plan.abandoned]
+    if not yes:
+        say(f"keeps    {_listed(plan.kept)}", err=True)
+        say(f"removes  {_listed(doomed)}", err=True)
+        if plan.littered:
+            say(f"and what dead saves have left beside {_listed(plan.littered)}", err=True)
+    size = human_bytes(sum(sizes.get(step, 0) for step in doomed))
+    what = f"{count(len(doomed), 'step')} of {len(plan.kept) + len(doomed)}, {size}" if doomed else "what is left"
+    confirm(f"Remove {what}?", yes)
 
 
 def _problems(done: Pruned) -> list[str]:

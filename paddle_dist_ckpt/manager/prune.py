@@ -16,7 +16,7 @@ from ..storage import Folders, LocalStorage
 from .retention import Retention
 from .steps import NOTE, Steps, remove_step, step_folder
 
-__all__ = ["Pruned", "carry_out", "plan_prune"]
+__all__ = ["PrunePlan", "Pruned", "carry_out", "plan_prune"]
 
 
 @dataclass(frozen=True, slots=True)
