@@ -31,7 +31,7 @@ from ..options import LoadOptions, SaveOptions, checked
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..storage import LocalStorage, as_storage, bounded_folders
-from ..wiring import connected, load_with, paddles, pass_over_last_save, save_with
+from ..wiring import Find, connected, load_with, paddles, pass_over_last_save, save_with
 from .agreement import agree
 from .held_log import held_back
 from .preparation import Preparation
@@ -378,9 +378,19 @@ class CheckpointManager:
             if step is not None:
                 raise ValueError("restore takes a step or a path, not both")
             load_with(self._ranks, find, path, None, options)
-            self._preparation.expect(state)
-            return None
-        step = None if step is None else checked_step(step)
+            restored = None
+        else:
+            restored = self._restore_step(find, None if step is None else checked_step(step), options)
+        if restored is not None:  # otherwise it is a new job, whose first save is to come as well
+            if self._decided is not None:  # the steps begin anew
+                self._schedule.restart()
+            self._decided = (restored, False)
+            self._meet(restored)
+        self._preparation.expect(state)
+        return restored
+
+    def _restore_step(self, find: Find, step: int | None, options: LoadOptions) -> int | None:
+        """Load a step, or the latest one; returns which that was, None if there is none and none was asked for."""
 
         def choose() -> int | None:  # what is being read is not removed meanwhile
             self._reading = self._steps.latest() if step is None else step
@@ -403,14 +413,6 @@ class CheckpointManager:
                     _logger.warning("step %d is gone, so step %d is restored", before, chosen)
         finally:
             self._reading = None
-        if chosen is None:  # a new job, whose first save is to come as well
-            self._preparation.expect(state)
-            return None
-        if self._decided is not None:  # the steps begin anew
-            self._schedule.restart()
-        self._decided = (chosen, False)
-        self._meet(chosen)
-        self._preparation.expect(state)
         return chosen
 
     # -- the end
