@@ -200,49 +200,28 @@ class LeavesLoad:
         """All rounds. Each takes what those before it have come to."""
         tally = self._files.tally
         with tally.phase("plan"):
-            wanted, answer = self._wanted()
-            answers = [answer]  # to be taken from there: who plans drops the columns where they have been read
-            plan = functools.partial(self._plan, wanted, answers)
-            del answer
-            fit, decision = self._ask("decide", plan, DecideAnswer, LoadCoordinator.decide)
-            del plan
+            fit, decision = self._fit()
         if decision.restart:
             raise Replaced
         self._files.look_into_cache(decision.shared)
         parts = ExchangeParts(self.context, fit.needs, self._files, decision, self._ask)
         on_host = fit.answer.ranks_on_host.get(self.context.session.rank, 1)
         reading = Reading(self.context, fit.needs, self._files, on_host)
-
-        renewed = set[str]()  # the flat keys of what round "read" sets to what was filled
-
-        def read_staged() -> tuple[list[Mismatch], DoneRequest]:
-            run(last)
-            problems = fit.look_at_staged()
-            return problems, DoneRequest(problems=problems, torn=fit.torn(problems))
-
-        def read() -> tuple[dict[str, Any], DoneRequest]:
-            run(last)
-            fit.targets.finish(reading.copies)
-            if self.renew is not None and (lacking := fit.lacking):
-                paths = self.renew(fit.untouched, lacking)
-                renewed.update(set(map(plain_key, paths)) - set(map(plain_key, fit.untouched - paths)))
-            return _values(fit, Room(lambda: self._bytes_there(fit.answer), fit.answer.cost)), DoneRequest()
-
-        def restore() -> tuple[Sequence[Mismatch], DoneRequest]:
-            return self.restore(values, fit.untouched) or [], DoneRequest()
-
         skipped = fit.skipped + fit.leave(decision.left)
         if decision.staged:
             with reading.one_pass(True) as run:
-                last = parts.last(True, run)
-                problems, answered = self._ask("staged", read_staged, GoOnAnswer, LoadCoordinator.done)
+                read = functools.partial(run, parts.last(True, run))
+                staged = functools.partial(_read_staged, fit, read)
+                problems, answered = self._ask("staged", staged, GoOnAnswer, LoadCoordinator.done)
             skipped += problems + fit.leave(answered.left)
         with reading.one_pass(False) as run:
-            last = parts.last(False, self._touching(run))
+            read = functools.partial(run, parts.last(False, self._touching(run)))
             self._touched = True
             with tally.phase("read"):
-                values, _ = self._ask("read", read, GoOnAnswer, LoadCoordinator.done)
+                fill = functools.partial(self._fill, fit, reading, read)
+                (values, renewed), _ = self._ask("read", fill, GoOnAnswer, LoadCoordinator.done)
         with tally.phase("read"):
+            restore = functools.partial(self._restore, fit, values)
             if decision.objects:  # which may refuse their states
                 skipped += self._ask("restore", restore, GoOnAnswer, LoadCoordinator.done)[0]
             else:
@@ -335,6 +314,14 @@ class LeavesLoad:
             this_host() if folder is None else "",
         )
 
+    def _fit(self) -> tuple[Fit, DecideAnswer]:
+        """How what this rank wants fits to what is stored, and how all ranks go on."""
+        wanted, answer = self._wanted()
+        answers = [answer]  # to be taken from there: who plans drops the columns where they have been read
+        plan = functools.partial(self._plan, wanted, answers)
+        del answer
+        return self._ask("decide", plan, DecideAnswer, LoadCoordinator.decide)
+
     def _plan(self, wanted: WantedState, answers: list[LoadAnswer]) -> tuple[Fit, DecideRequest]:
         session, options, answer = self.context.session, self.context.options, answers.pop()
         left_out = wanted.choose_own(answer, session.rank, session.ranks, options.per_rank)
@@ -348,6 +335,30 @@ class LeavesLoad:
         staged = bool(fit.targets.staged.any())
         torn = fit.torn(fit.problems)
         return fit, DecideRequest(fit.problems, needed, unreachable, staged, wanted.has_objects, torn)
+
+    def _fill(
+        self, fit: Fit, reading: Reading, read: Callable[[], None]
+    ) -> tuple[tuple[dict[str, Any], set[str]], DoneRequest]:
+        """Read all that is not staged; returns the values by path, and the keys of what was set to what was filled."""
+        read()
+        fit.targets.finish(reading.copies)
+        renewed = set[str]()
+        if self.renew is not None and (lacking := fit.lacking):
+            paths = self.renew(fit.untouched, lacking)
+            renewed = set(map(plain_key, paths)) - set(map(plain_key, fit.untouched - paths))
+        values = _values(fit, Room(lambda: self._bytes_there(fit.answer), fit.answer.cost))
+        return (values, renewed), DoneRequest()
+
+    def _restore(self, fit: Fit, values: Mapping[str, Any]) -> tuple[Sequence[Mismatch], DoneRequest]:
+        """Give values, and objects their states; returns what was not taken."""
+        return self.restore(values, fit.untouched) or [], DoneRequest()
+
+
+def _read_staged(fit: Fit, read: Callable[[], None]) -> tuple[list[Mismatch], DoneRequest]:
+    """Read what is looked at before anything is touched; returns what does not fit."""
+    read()
+    problems = fit.look_at_staged()
+    return problems, DoneRequest(problems=problems, torn=fit.torn(problems))
 
 
 def _digest(config: Mapping[str, Any] | None) -> str:
