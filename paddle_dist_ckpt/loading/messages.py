@@ -65,8 +65,14 @@ class Mismatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WantedRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of a tensor that it wants: its flat key, its shape, its dtype, and where the rank's box of it
-    starts, or that from which its part is cut."""
+    """What a rank says of a tensor that it wants.
+
+    Attributes:
+        key: Its flat key.
+        shape: Its global shape.
+        dtype: The name of its element type.
+        offset: Where this rank's box of it starts, or the box from which this rank's part is cut; None without a box.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -75,16 +81,23 @@ class WantedRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
-    """The paths that a rank's state_dict asks for: those of tensors, with their names (left out if they have none), and
-    of values with what stands there now.
+    """The paths that a rank's state_dict asks for.
 
-    ``others`` are names of tensors of the same state_dict that are not wanted, by their paths. ``moved`` has the stored
-    flat key that the user gives for a wanted path. ``made`` are the paths of tensors that have recipes, ``sources`` the
-    flat keys of the stored tensors in these. ``instead`` says what distributed tensors are made of, of which this
-    rank has elements, if it has recipes or a key_map for any. ``records`` are there if the coordinator arranges what is
-    made of what. ``kept`` are paths of ``others`` that are left as they are, and for which something may be stored.
-    ``tied`` are the paths of each tensor that has several. ``frozen`` are paths of optimizers, each with that of a
-    parameter for which it has no entries, for the parameter is not trained now.
+    Attributes:
+        tensors: The paths of tensors.
+        values: The paths of values, with what is there now; see :class:`.wanted.WantedState`.
+        names: The framework's names of the tensors; empty if none has one.
+        others: The names of tensors in the same state_dict that are not wanted, by path.
+        moved: The stored flat key that the user gives for a wanted path.
+        made: The paths of tensors that have recipes.
+        sources: The flat keys of the stored tensors in these recipes.
+        instead: What the distributed tensors of which this rank has elements are made of, in words; empty if the rank
+            has neither recipes nor a key_map for any tensor.
+        records: What is said of each tensor, by path, if the coordinator arranges what is made of what.
+        kept: The paths among ``others`` that are left as they are although something may be stored for them.
+        tied: The paths of each tensor that has several.
+        frozen: The paths of optimizers, each with the path of a parameter for which it has no entries, since the
+            parameter is not trained now.
     """
 
     tensors: list[str]
@@ -102,10 +115,19 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``request``: what a rank wants. ``wanted`` is an encoded :class:`WantedPaths`, equal on many ranks.
-    ``patterns`` says of the keys of its recipes whether each is that of a tensor. ``complete`` has the flat keys of
-    objects of which nothing that is stored may be left. ``key_map`` says of the keys of its key_map, if that is a
-    mapping, whether each matches something. ``host`` is where a rank runs that has no ``folder``."""
+    """Round ``request``: what a rank wants.
+
+    Attributes:
+        unique_id: Which checkpoint; None for the newest.
+        options: Options that all ranks must have in common, in words.
+        folder: Which folder the rank sees; None if it sees none.
+        wanted: An encoded :class:`WantedPaths`, equal on many ranks.
+        patterns: Whether each key of the rank's recipes is the key of a tensor.
+        complete: The flat keys of objects for which everything that is stored must be loaded.
+        location: What the rank calls the folder.
+        key_map: Whether each key of the key_map matches something, if the key_map is a mapping.
+        host: Where the rank runs, if it has no ``folder``.
+    """
 
     unique_id: int | None
     options: dict[str, str]
@@ -119,22 +141,33 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``request``: what the checkpoint has of the wanted paths: a table of the tensors (and of values that are
-    stored as entries), and the small values themselves.
+    """Round ``request``: what the checkpoint has of the wanted paths.
 
-    ``files`` has the number of blocks with each file. ``starts`` and ``blocks`` say for each shard where it starts in
-    its file's data section and which is its first block, ``ranks_on_host`` for each rank how many are on its host.
-    ``unfit`` tells what stands at wanted paths where no tensor is, or no value; ``skipped`` why some wanted paths are
-    left as they are. ``stored`` has the stored path of tensors that are not stored under the wanted one, ``renamed``
-    the wanted paths of other entries of data files. ``saved_by`` is how many ranks have saved.
-
-    ``sources`` has the paths of the stored tensors of which wanted ones are made, by flat key, ``absent`` what is at
-    such keys instead, ``parts`` the parts of wanted paths for which the rank has no recipe. ``unread`` are stored paths
-    that are there for these alone, ``unmatched`` the keys of recipes that no rank has a tensor for.
-    ``hints`` are stored flat keys that may be meant by wanted paths where nothing is, with the shapes of tensors.
-    ``save_id`` is the save's, empty if it is not in files of this format; ``cost`` what the values of `.metadata` cost,
-    see :class:`.files.metadata.Metadata`. ``firsts`` are the coordinator's numbers of the tensors' first shards.
-    ``thawed`` are those of all ranks' ``frozen`` for which entries are stored: the ranks make them, and ask again.
+    Attributes:
+        unique_id: The checkpoint's number.
+        block_bytes: The size of its blocks.
+        files: Its data files, each with its number of blocks.
+        tensors: A table of the tensors, and of the values that are stored as entries.
+        starts: Where each shard starts in its file's data section.
+        blocks: The number of each shard's first block in its file.
+        keys: The flat keys of stored paths, as far as they are not the plain ones.
+        values: The values that `.metadata` has itself, by path.
+        unfit: What stands at wanted paths where no tensor is, or no value.
+        ranks_on_host: For each rank, how many ranks are on its host.
+        skipped: Why some wanted paths are left as they are.
+        stored: The stored path of each tensor that is not stored under the wanted one.
+        renamed: The wanted paths of other entries of data files, by stored path.
+        saved_by: How many ranks have saved.
+        sources: The stored paths of the tensors that wanted ones are made of, by flat key.
+        absent: What is at such keys instead.
+        parts: The parts of wanted paths for which the rank has no recipe.
+        unread: Stored paths that are in the table for these parts alone.
+        unmatched: The keys of recipes for which no rank has a tensor.
+        hints: For wanted paths where nothing is stored, the stored flat keys that may be meant, with tensors' shapes.
+        save_id: The save's id; empty if the checkpoint is not in files of this format.
+        cost: What the values of `.metadata` cost in memory; see :class:`.files.metadata.Metadata`.
+        firsts: The coordinator's numbers of the tensors' first shards.
+        thawed: Those of all ranks' ``frozen`` for which entries are stored: the ranks make them, and ask again.
     """
 
     unique_id: int
@@ -169,9 +202,16 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DecideRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``decide``: what a rank found when it planned: problems, the files that it needs and how many bytes of each
-    it would read, why it cannot read some of them, whether some targets are staged, and whether there are objects to be
-    given their states in the end. ``torn`` are flat keys, see :meth:`.fit.Fit.torn`."""
+    """Round ``decide``: what a rank found when it planned.
+
+    Attributes:
+        problems: What does not fit.
+        files: The files that it needs, and how many bytes of each it would read.
+        unreachable: Why it cannot read some of them.
+        staged: Whether some targets are staged.
+        objects: Whether there are objects to be given their states in the end.
+        torn: Flat keys, see :meth:`.fit.Fit.torn`.
+    """
 
     problems: list[Mismatch]
     files: dict[str, int]
@@ -182,12 +222,18 @@ class DecideRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DecideAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``decide``: how the load goes on: ``restart``, or with an exchange of these files (each with its number of
-    blocks) or without it, with a pass for staged targets first or not.
+    """Round ``decide``: how the load goes on.
 
-    ``probe`` tells a rank to find out which of the files its folder has. ``shared`` are files of which ranks of one
-    host read the same data. ``objects``: the load ends with round ``restore``. ``unused`` are the flat keys that no
-    rank has asked for. ``left`` are problems of other ranks with tensors that none may load a part of.
+    Attributes:
+        restart: Whether it starts again, since files are gone of a checkpoint that was replaced.
+        exchange: Whether ranks read for each other.
+        staged: Whether a pass for staged targets comes first.
+        files: The files of the exchange, each with its number of blocks.
+        probe: Whether this rank is to find out which of the files its folder has.
+        shared: Files of which several ranks of one host read the same data.
+        objects: Whether the load ends with round ``restore``.
+        unused: The flat keys that no rank has asked for.
+        left: Problems that single ranks have with distributed tensors: no rank loads its part of these.
     """
 
     restart: bool = False
@@ -216,10 +262,14 @@ class ShardNeeds(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``exchange``: what a rank needs of the shards whose turn it is, below ``end``; of all if that is 0.
+    """Round ``exchange``: what a rank needs of the shards whose turn it is.
 
-    In the first one also which of the asked files it has opened, if it was to find out, and why not others. ``begun``:
-    some of what was asked for is already where it was to go.
+    Attributes:
+        files: In the first of these rounds, which of the asked files the rank has opened, if it was to find out.
+        needs: What it needs.
+        unreachable: Why it could not open others.
+        end: Only shards below this number are spoken of; 0 for all.
+        begun: Whether some of what was asked for is already where it was to go.
     """
 
     files: list[str]
@@ -230,8 +280,13 @@ class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParcelOrder(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a shard on its way to a rank (``ALL``: to all of them). ``row`` is the need that it is for, of the rank
-    that is told of it; -1 if it is for others alone."""
+    """A box of a shard on its way to a rank.
+
+    Attributes:
+        destination: The rank; ``ALL`` for all of them.
+        row: Which need of the rank that gets this order it is for; -1 if it is for others only.
+        box: The box.
+    """
 
     destination: int
     row: int
@@ -250,9 +305,15 @@ class ShardOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UnitOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Something that a rank reads, and parcels of it: all of them if that is the rank that is told, which also hears of
-    the shard; else those for the rank that is told, or for all. Items have ``itemsize`` bytes. ``whole``: the parcels
-    for all are whole blocks of the shard, one behind the other."""
+    """Something that one rank reads, for itself and others.
+
+    Attributes:
+        reader: The rank that reads it.
+        itemsize: Bytes of an item.
+        parcels: What becomes of it. The reader is told of all parcels, another rank of those for itself or for all.
+        shard: Where it is; None for ranks that do not read it.
+        whole: Whether the parcels for all ranks are whole blocks of the shard, one behind the other.
+    """
 
     reader: int
     itemsize: int
@@ -303,7 +364,13 @@ class ExchangeRound(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``exchange``: what one rank does for the needs of shards below ``end``; there are no others if it is 0."""
+    """Round ``exchange``: what one rank does next.
+
+    Attributes:
+        restart: As in :class:`DecideAnswer`.
+        rounds: Its part in the rounds of this part of the exchange.
+        end: Shards from this number on are left for later parts; 0 if this part is the last.
+    """
 
     restart: bool = False
     rounds: list[ExchangeRound] = []
@@ -317,8 +384,13 @@ class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DoneRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Rounds ``open``, ``staged``, ``read`` and ``restore``: a rank has done its part; files that it was to read and
-    could not open, with the reasons, and what it found not to fit; ``torn`` as in :class:`DecideRequest`."""
+    """Rounds ``open``, ``staged``, ``read`` and ``restore``: a rank has done its part.
+
+    Attributes:
+        gone: Files that it was to read and could not open, with the reasons.
+        problems: What it found not to fit.
+        torn: As in :class:`DecideRequest`.
+    """
 
     gone: dict[str, str] = {}
     problems: list[Mismatch] = []
@@ -326,8 +398,12 @@ class DoneRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GoOnAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """All ranks have done their parts; or, of round ``open``, the load starts again, since files are gone of a
-    checkpoint that was replaced. ``left`` as in :class:`DecideAnswer`."""
+    """The answer to :class:`DoneRequest`: all ranks have done their parts.
+
+    Attributes:
+        restart: As in :class:`DecideAnswer`; after round ``open`` only.
+        left: As in :class:`DecideAnswer`.
+    """
 
     restart: bool = False
     left: list[Mismatch] = []
