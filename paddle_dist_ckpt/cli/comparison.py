@@ -97,7 +97,7 @@ class _Regions:
     Attributes:
         tensor: Which of the tensors that are alike each is of, ``[n]``.
         boxes: Where it lies in that.
-        nbytes: Its size in the one of the larger items, ``[n]``.
+        nbytes: Its size in bytes, in whichever checkpoint has the larger items, ``[n]``.
     """
 
     tensor: IntArray
@@ -128,7 +128,7 @@ class _Regions:
         return _Regions(self.tensor[some], self.boxes[some], self.nbytes[some])
 
     def batches(self) -> Iterator[range]:
-        """Neighbours that are read together: so many bytes, and so many of them; or one."""
+        """Neighbours that are read together: at most ``_BATCH_BYTES`` and ``_BATCH_WINDOWS``, but at least one."""
         first = size = 0
         for i, nbytes in enumerate(self.nbytes.tolist()):
             if i > first and (size + nbytes > _BATCH_BYTES or i - first == _BATCH_WINDOWS):

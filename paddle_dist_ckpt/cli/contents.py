@@ -147,7 +147,7 @@ def read_value(storage: Storage, metadata: Metadata, content: ValueContent) -> A
 
 
 def known(value: Any) -> Any:
-    """One of :func:`..folder.stored_values.read_values`, if it is none that is damaged."""
+    """What :func:`..folder.stored_values.read_values` gave for one value; raises it if the value is damaged."""
     if isinstance(value, CheckpointCorruptedError):
         raise value
     return value
@@ -201,7 +201,7 @@ class _Sums:
     squares: float = 0.0
 
     def add(self, values: np.ndarray, times: int) -> None:
-        """Take in items, each of which there is so many times."""
+        """Count items, each of them ``times`` times."""
         if values.dtype.kind not in "biufc":  # bfloat16 and float8, which numpy itself does not know
             values = values.astype(np.float32)
         if values.dtype.kind == "c":

@@ -29,8 +29,10 @@ _NAMES = ("recipes", "aoa_config")  # of what a file of Python has, if it is not
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """A box of a stored tensor, and where it goes: ``axes`` has for each dimension there the one of the stored
-    tensor."""
+    """A box of a stored tensor, and where it goes in the wanted one.
+
+    ``axes`` says for each dimension of the wanted tensor which dimension of the stored tensor becomes it.
+    """
 
     stored: str
     offset: tuple[int, ...]

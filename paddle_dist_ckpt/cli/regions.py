@@ -80,8 +80,11 @@ def windows(box: Box, itemsize: int, most: int = WINDOW_BYTES, along: int = 0) -
 
 
 def best_along(layout: Layout, itemsize: int, most: int) -> int:
-    """The dimension along which a tensor is best cut in windows: the one in which most of its shards lie side by side,
-    if a window holds several of these. Windows of rows would have a bit of each shard."""
+    """The dimension along which a tensor is best cut in windows of at most ``most`` bytes.
+
+    That is the dimension in which most of its shards lie side by side, if a window holds several of them: windows of
+    rows would have a bit of each shard. Otherwise it is the first.
+    """
     nbytes = math.prod(layout.shape) * itemsize
     if nbytes <= most:
         return 0

@@ -121,8 +121,9 @@ def places_within(counts: IntArray, start: IntArray | int = 0) -> IntArray:
 
 
 def narrow(values: IntArray, most: int | None = None) -> IntArray:
-    """The same integers, if they are many, in the narrowest signed type that holds them: columns that are kept, of
-    which each is small. Who calculates with them takes some as 64 bits first.
+    """The same integers in the narrowest signed type that holds them; as they are if they are few.
+
+    It is for columns that are kept. Who calculates with them widens some to 64 bits first.
 
     Args:
         values: The integers.

@@ -19,9 +19,9 @@ _ENDURED = (
     *(RecursionError, MemoryError, SystemError),
 )
 _COSTS = {ord("["): 72, ord("{"): 240, ord(","): 40, ord('"'): 12}
-"""Bytes of memory that each of these characters of JSON stands for, at the most: for an object, and a place for it."""
+"""At most how many bytes of memory each of these characters of JSON stands for: an object, and the place for it."""
 MOST_COST = 96
-"""Bytes of memory that a byte of JSON stands for at the most, which is one of a list of empty objects."""
+"""At most how many bytes of memory one byte of JSON stands for: that is in a list of empty objects."""
 _SHORT = 4 << 10
 _PIECE = 1 << 20
 _MOST_OF_ONE_HASH = 64  # numbers that differ by a factor of 2**61 have one hash; there are 34 of such
@@ -55,10 +55,11 @@ def lacks_memory(error: BaseException | None) -> bool:
 
 
 def json_cost(json: bytes | memoryview) -> int:
-    """Bytes of memory that the objects take at the most which JSON makes, but for the texts in it: of nothing but
-    brackets, say, 3 bytes make a list of 72. Always the same for the same JSON, since writers and readers count alike.
+    """At most how many bytes of memory the objects take that are decoded from JSON, without the contents of strings.
 
-    Where that is more than the JSON has bytes, signs in strings are not counted.
+    They may be many times the JSON: 3 bytes of brackets become a list of 72 bytes. The result follows from the JSON
+    alone, since writers and readers must count alike. Where it is more than the JSON has bytes, signs in strings are
+    left out.
 
     Raises:
         CheckpointCorruptedError: there is a zero byte in it, of which files with holes have any number.
@@ -77,8 +78,7 @@ def json_cost(json: bytes | memoryview) -> int:
 
 
 def _cost_outside_strings(json: bytes | memoryview) -> int:
-    """The same sum, of signs that are not in strings. A text that ends in one of the backslashes of a pair is told from
-    one that ends in a pair, also where these lie on both sides of a piece's end."""
+    """The same sum, of signs that are not in strings. A pair of backslashes may lie on both sides of a piece's end."""
     cost, inside, left = 0, False, b""
     for start in range(0, len(json), _PIECE):
         text = (left + bytes(json[start : start + _PIECE])).replace(rb"\\", b"")

@@ -50,7 +50,7 @@ class Part(NamedTuple):
     Attributes:
         key: The stored tensor's flat key.
         box: The box there.
-        axes: For each dimension of the wanted tensor the one of the stored tensor that becomes it.
+        axes: For each dimension of the wanted tensor, which dimension of the stored tensor becomes it.
         place: The box in the wanted tensor.
         dtype: The name of the element type that is asked for; None for the stored one.
     """

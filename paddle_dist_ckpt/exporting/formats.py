@@ -186,8 +186,10 @@ def _native(chosen: _Selected, job: _Job) -> ExportPlan:
 
 
 def _check_values(job: _Job, files: Sequence[ExportFile], draft: Metadata) -> None:
-    """See that there is room for the values when they are loaded; those that are stored like tensors in the checkpoint
-    are read for it only if there may be none."""
+    """See that the values will not be refused for their cost in memory when they are loaded.
+
+    Values that the checkpoint stores as entries are read for this only if they might be too many.
+    """
     parts = (part for file in files for part in file.parts if isinstance(part, ExportTensor))
     large, nbytes = [part for part in parts if part.kind == Kind.VALUE], sum(file.nbytes for file in files)
     stored = [part for part in large if part.data is None]

@@ -83,8 +83,8 @@ def _parts_of(tensor: ExportTensor) -> tuple[str, ...]:
 
 
 def _check_name(key: str, name: Part) -> None:
-    """Refuse what would have a name in a file's dict from which Paddle, and whoever reads its files, takes other things
-    than tensors and values: it would be lost."""
+    """Refuse a name in a file's dict that Paddle, and whoever reads its files, uses for something else: what has it
+    would be lost."""
     if name in _RESERVED:
         raise UnsupportedValueError(f"{key}: Paddle's files keep the name {name!r} for themselves")
 

@@ -102,8 +102,10 @@ class Room:
 
 
 def bytes_on_disk(storage: Storage, save_id: str) -> int:
-    """How many bytes the data files of a save have in this folder that are no holes; each file once, however many names
-    it has. What cannot be looked at counts as nothing."""
+    """How many bytes of a save's data files in this folder are really on the disk, holes left out.
+
+    Each file counts once, however many names it has, and what cannot be looked at not at all.
+    """
     found: dict[object, int] = {}
     for name in storage.names():
         parsed = parse_data_file(name)

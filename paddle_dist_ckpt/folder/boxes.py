@@ -221,9 +221,10 @@ class BoxReader:
                 yield order[a:b], Segments(opened, size, begin[a:b], end[a:b], blocks[a:b], str)
 
     def _parts(self, rows: Sequence[int], targets: Sequence[Array]) -> Iterator[tuple[_Wanted, list[Batch]]]:
-        """What has to be read to fill arrays with some of the boxes, so much at a time that all that it takes to read
-        it has room: entries as objects, and in batches those of one block at most of which the target, which is
-        contiguous, has a part in one piece.
+        """What has to be read to fill arrays with some of the boxes, in portions that take bounded memory.
+
+        Small entries, of one block at most, come in batches if their part is in one piece in a contiguous target; all
+        others come as objects.
         """
         addresses = [address_of(target) if target.flags.c_contiguous else -1 for target in targets]
         asked, address = np.array(rows, np.int64), np.array(addresses, np.int64)

@@ -26,8 +26,9 @@ _MANY_DAMAGED = 64  # values
 
 
 def read_values(storage: Storage, metadata: Metadata, rows: Sequence[int]) -> Iterator[Any]:
-    """The values that are stored as the entries of these places in the table; in place of one that is damaged, or none,
-    the CheckpointCorruptedError that says so.
+    """The values that are stored as entries, for these places in the table.
+
+    In place of a value that is damaged, or no value, comes the CheckpointCorruptedError that says so.
 
     Raises:
         CheckpointCorruptedError: not all of them are stored, or a file is not there.
@@ -51,8 +52,11 @@ def read_values(storage: Storage, metadata: Metadata, rows: Sequence[int]) -> It
 def read_json(
     storage: Storage, metadata: Metadata, rows: Sequence[int]
 ) -> Iterator[Bytes1D | CheckpointCorruptedError]:
-    """The same, as JSON. Small ones are read many at a time, and by halves if some of them are damaged; where a great
-    many are, the others that were read with them count as damaged, too."""
+    """The same, as JSON.
+
+    Small ones are read many at a time, and by halves if some of them are damaged. Where a great many are damaged, those
+    that were read with them count as damaged, too.
+    """
     if not rows:
         return
     table, damaged = metadata.table, 0

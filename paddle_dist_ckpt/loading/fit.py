@@ -90,8 +90,10 @@ class Fit:
         return found
 
     def _refuse_values(self) -> list[Mismatch]:
-        """Refuse values that were read from entries, as far as they are dicts where the state_dict has another value,
-        or the reverse; returns the problems with them. Of values in `.metadata` the coordinator has said it."""
+        """Refuse values, read from entries, that are dicts where the state_dict has something else, or the reverse.
+
+        Values in `.metadata` are not looked at: the coordinator has done that. Returns the problems.
+        """
         problems = []
         for stored, is_dict in self.targets.are_dicts():
             for path in self.answer.renamed.get(stored, [stored]):
@@ -139,14 +141,14 @@ class Fit:
         return {path for path in self.wanted.tensors.paths if plain_key(path) in unfit} if unfit else set()
 
     def torn(self, problems: Sequence[Mismatch]) -> list[str]:
-        """The flat keys of distributed tensors that this rank leaves because of these problems, while others may load
-        their parts. What the coordinator has found of a tensor is known to all."""
+        """The flat keys of distributed tensors that this rank leaves because of these problems, while other ranks may
+        load their parts. Problems that the coordinator has found are left out: all ranks know of them."""
         keys = {problem.key for problem in problems}.difference(map(plain_key, self.answer.unfit))
         return [plain_key(path) for path in self._distributed(keys)]
 
     def leave(self, problems: Sequence[Mismatch]) -> list[Mismatch]:
-        """Leave distributed tensors as they are with which other ranks have these problems; returns those of them that
-        are new to this rank."""
+        """Leave the distributed tensors as they are that other ranks have these problems with; returns those of the
+        problems that are new to this rank."""
         known = {problem.key for problem in self.problems} if problems else set()
         others = {problem.key: problem for problem in problems if problem.key not in known}
         paths = self._distributed(others.keys())

@@ -46,8 +46,8 @@ class FlatKeys:
 
     @cached_property
     def _escaped(self) -> dict[str, str]:
-        """The stored paths that may be flat keys as exports have them of a state with both "b" in "a" and "a.b": those
-        that are escaped, and those from which that tells them apart."""
+        """The stored paths that may be flat keys of an export, which escapes some keys of a state that has both "b" in
+        "a" and "a.b": the escaped ones, and those that they would be equal to without that."""
         escaped = [path for path in self._paths if "\\" in path] if occurs("\\", self._paths) else []
         plain = {without_escapes(key) for key in plain_keys(escaped)}
         paths = [*escaped, *(path for path in self._paths if plain_key(path) in plain)] if escaped else []

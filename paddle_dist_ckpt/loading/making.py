@@ -115,8 +115,14 @@ def _made(
 
 
 def _wanted_keys(recipes: Mapping[str, Recipe], stored: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The keys that recipes are for: those without placeholders; of the others those whose placeholders stand for what
-    they stand for in a stored key that is like one of the recipe's. And what cannot be known, a line each."""
+    """The keys that recipes make tensors for, where nobody says which are wanted.
+
+    A key without placeholders is one of them. For a key with placeholders they follow from the stored keys that match a
+    key in the recipe: the placeholders stand for the same there.
+
+    Returns:
+        The keys; and a line for each recipe for which they cannot be known, or are none.
+    """
     found: dict[str, None] = {}
     problems = []
     stored = list(stored)

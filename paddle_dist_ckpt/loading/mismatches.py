@@ -56,8 +56,17 @@ class MismatchCheck:
         left: Sequence[Mismatch] = (),
         idle: Sequence[IdleStatement] = (),
     ) -> None:
-        """Raise all problems at once, each said once with the ranks that have it, those of stored entries that would be
-        left, and the keys that nothing asks for and the statements that change nothing if these are problems."""
+        """Raise all problems at once, as far as the options say that they are problems.
+
+        Args:
+            by_rank: What each rank found not to fit. Each problem is said once, with the ranks that have it.
+            unused: The stored keys that nothing asks for; problems with ``strict="all"``.
+            left: Stored entries of objects that would not be loaded.
+            idle: Statements that change nothing; problems with ``strict="all"``.
+
+        Raises:
+            StateDictMismatchError: there are problems, and ``strict`` is not False.
+        """
         ranks: dict[Mismatch, list[int]] = {}
         for rank, problems in sorted(by_rank.items()):
             for problem in dict.fromkeys(problems):
@@ -131,8 +140,8 @@ class MismatchCheck:
         return [text] if calls and parameters else []
 
     def _surplus(self, problems: Iterable[Mismatch], unused: Sequence[str], idle: Sequence[IdleStatement]) -> list[str]:
-        """A line for each of these stored keys that is a problem, and of which none of the other problems speaks; for
-        each of these statements; and for each key of the key_map that matches nothing."""
+        """With ``strict="all"`` a line for each unused key that no other problem names and that may not be unused, for
+        each idle statement, and for each key of the key_map that matches nothing."""
         if self.options.strict != "all":
             return []
         said, allowed = {problem.key for problem in problems}, matcher(self.options.allow_unused)

@@ -51,7 +51,7 @@ class Matching:
 
 
 def match_recipes(recipes: Mapping[str, Recipe], keys: Mapping[str, str]) -> Matching:
-    """Find the recipe of each tensor: the one of its key, or else the first whose pattern its key has.
+    """Find the recipe of each tensor: that for its very key, or else the first whose pattern its key matches.
 
     Args:
         recipes: The recipes by wanted key or pattern.

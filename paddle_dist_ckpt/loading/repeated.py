@@ -13,12 +13,15 @@ _NOTHING = object()
 def differing(
     repeated: Mapping[str, str], objects: Collection[str], values: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
-    """Values that one of them would get under two keys, and that differ: both paths, the one of the first key behind.
+    """Find values that differ although they are stored for one and the same thing in the state_dict.
 
     Args:
-        repeated: Where each was found again, with where it was found first, by path.
-        objects: The paths of those of which all that is stored is taken; of others, what they have.
-        values: What is stored for values, by path; equal if these are.
+        repeated: The path at which each dict, list or object was found again, with the path where it was found first.
+        objects: Those paths of which everything that is stored is taken; of others only what is stored for both paths.
+        values: What is stored for values, by path; equal values compare equal.
+
+    Yields:
+        The paths of two values that differ: below the path where something was found again, and where it was first.
     """
     ordered = sorted(values) if repeated else []
 

@@ -37,8 +37,13 @@ class SharedMemory:
     nbytes: int
 
     def disagreeing(self, targets: Targets) -> dict[int, list[int]]:
-        """Those among the targets that share bytes with others whose data differ there, each with some of the others
-        at the first such byte. It takes time for each byte of the targets, however many share it."""
+        """The targets whose data differ from that of others in bytes that they share.
+
+        The time it takes is proportional to the targets' bytes, however many share one.
+
+        Returns:
+            For each of these targets, some of the others that share its first such byte.
+        """
         pairs = [pair for pair in zip(self.rows, self.offsets, strict=True) if targets.filled[pair[0]]]
         rows, offsets = [row for row, _ in pairs], [offset for _, offset in pairs]
         buffers = [targets.array(row) for row in rows]

@@ -45,8 +45,11 @@ def group_bytes(staging_bytes: int, block_bytes: int) -> int:
 
 
 def own_round_bytes(staging_bytes: int) -> int:
-    """The most that a rank reads for itself in a round of an exchange, of so much staging memory: what the last round
-    brought is on its way to the device meanwhile. Rounds cost time, so they do not become arbitrarily small."""
+    """The most bytes that a rank reads for itself in one round of an exchange, if it has ``staging_bytes``.
+
+    It is a part of them, since what the round before brought is on its way to the device meanwhile; but not arbitrarily
+    little, since rounds cost time.
+    """
     return max(_LEAST_ROUND_BYTES, staging_bytes // _GROUPS)
 
 

@@ -71,8 +71,10 @@ class KnownTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorIdentity:
-    """Tensors by weak references, with all that could change in place: contents apart, anything but the object can, by
-    ``x.data = ...``, which may leave the address as it was, and the number of changes that Paddle counts.
+    """Tensors by weak references, with all that could change in place, but for their contents.
+
+    Anything but the object itself can: ``x.data = ...`` may leave the address as it was, and the number of changes that
+    Paddle counts.
 
     ``attributes`` are the fields of what is known of each, in columns: methods and getters, mapped, read many tensors
     several times faster than a loop over the tensors does.

@@ -84,8 +84,10 @@ def _copies(opened: OpenedObject) -> Iterator[tuple[Any, Any]]:
 
 
 def _named_alike(tensors: Sequence[Any], names: Names) -> Iterator[tuple[Any, Any]]:
-    """The master weights among tensors, by their variables' names, with the parameter of such a name: in programs, and
-    in dicts that optimizers give. Where models are made under names of their own there may be several; then none."""
+    """Parameters and their master weights, found by their variables' names, as in programs and in optimizers' dicts.
+
+    A name that several models have given to their own parameters is passed over.
+    """
     masters, others = dict[str, dict[int, Any]](), dict[str, dict[int, Any]]()
     for tensor, name in zip(tensors, names(tensors), strict=True):
         if name is None or not isinstance(tensor, paddle.Tensor):
@@ -100,8 +102,10 @@ def _named_alike(tensors: Sequence[Any], names: Names) -> Iterator[tuple[Any, An
 
 
 def _of_one_key(leaves: Leaves) -> Iterator[tuple[Any, Any]]:
-    """The master weights among ShardedWeights, whose keys are those of their parameters and an ending, with these; none
-    of a key that several tensors have, as in a state of two models."""
+    """Parameters and their master weights among ShardedWeights, whose keys are the parameters' with an ending.
+
+    A key that several tensors have, as in a state of two models, is passed over.
+    """
     of_key = dict[str, list[Any]]()
     for weight in leaves.tensors:
         if is_sharded_weight(weight):

@@ -81,7 +81,7 @@ class RankColumns:
 
 @dataclass(frozen=True, slots=True)
 class TypeColumns:
-    """The element types, the one of the most bytes first."""
+    """The element types, by their bytes: the largest first."""
 
     name: list[str]
     nbytes: list[int]
