@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..core.tensors import Geometry
 from ..core.text import ranks_text
 from ..options import LoadOptions
 from ..tree.building import owner_of
-from ..tree.objects import ObjectKind
+from ..tree.objects import ObjectKind, OpenedObject
 from ..tree.paths import RankIndex, flat_keys, own_among, parent_of, parse_path, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank
 from . import key_map
@@ -126,46 +126,25 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
     """Look at what a load was called with."""
     objects = {opened.path: opened for opened in leaves.objects}
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}  # they take any values
-    moved, skipped, made = dict[str, str](), set[str](), Matching()
-    keys = dict[str, str]()
-    if options.key_map is not None or options.recipes or arranger is not None:
-        paths = list(dict.fromkeys([*leaves.tensor_paths, *leaves.value_paths, *leaves.kept, *free]))
-        keys = dict(zip(paths, flat_keys(paths), strict=True))
+    as_stored = options.key_map is None and not options.recipes and arranger is None
+    keys = dict[str, str]() if as_stored else _flat_keys(leaves, free)
+    made, moved, skipped = Matching(), dict[str, str](), set[str]()
+    if not as_stored:
         targets = (path for path in leaves.tensor_paths if not free or owner_of(path, objects) not in free)
         made = match_recipes(options.recipes or {}, {path: keys[path] for path in targets})
         moved, skipped = key_map.apply(options.key_map, {p: key for p, key in keys.items() if p not in made.recipes})
     wanted = WantedState(moved=moved, skipped=skipped, made=made, has_objects=bool(objects), repeated=leaves.repeated)
     wanted.key_map = key_map.matched(options.key_map, keys.values())
-    asked, values = leaves.tensor_paths, leaves.tensors
-    if skipped or free:
-        left = {
-            path
-            for path, value in zip(asked, values, strict=True)
-            if path in skipped or (free and isinstance(value, np.ndarray) and owner_of(path, objects) in free)
-        }
-        values = [value for path, value in zip(asked, values, strict=True) if path not in left]
-        asked = [path for path in asked if path not in left]
+    asked, values = _to_fill(leaves, skipped, objects, free)
     refused = wanted.tensors.look_at(asked, values, adapter)
     wanted.problems += [Mismatch(plain_key(path), text) for path, text in refused.items()]
     if arranger is not None:
         corners = {path: arranger.corner(value) for path, value in zip(asked, values, strict=True)}
         for path, number in zip(wanted.tensors.paths, wanted.tensors.geometry, strict=True):
             wanted.records[path] = _record(keys[path], wanted.tensors.geometries[number], corners[path])
-    for path, value in zip(leaves.value_paths, leaves.values, strict=True):
-        if isinstance(value, PerRank):
-            wanted.own[path] = value
-        owner = objects.get(owner_of(path, objects) or "") if objects else None
-        kind = owner.kind if owner is not None else None
-        if path not in skipped and kind is not ObjectKind.FREE:
-            wanted.values[path] = "optional" if kind is ObjectKind.PROGRAM else _present(value, kind is not None)
-    if len(wanted.tensors.paths) < len(leaves.tensor_paths):
-        names = zip(leaves.tensor_paths, adapter.names(leaves.tensors), strict=True)
-        filled = set(wanted.tensors.paths)
-        wanted.others = {path: name for path, name in names if path not in filled}
-    if leaves.kept:
-        wanted.kept = list(leaves.kept)
-        wanted.others.update(zip(leaves.kept, adapter.names(list(leaves.kept.values())), strict=True))
-    if options.key_map is None and not options.recipes and arranger is None:
+    _add_values(wanted, leaves, objects)
+    _add_others(wanted, leaves, adapter)
+    if as_stored:
         wanted.complete = [plain_key(path) for path, one in objects.items() if adapter.is_defined_by_user(one.value)]
         wanted.frozen = _frozen(leaves, adapter)
     wanted.values.update((path, "object") for path in free if path not in skipped)
@@ -176,6 +155,48 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
     }
     wanted.may_be_missing = key_map.matcher(options.allow_missing)
     return wanted
+
+
+def _flat_keys(leaves: Leaves, free: Set[str]) -> dict[str, str]:
+    """The flat key of each path, by which a key_map, recipes or an arranger know it."""
+    paths = list(dict.fromkeys([*leaves.tensor_paths, *leaves.value_paths, *leaves.kept, *free]))
+    return dict(zip(paths, flat_keys(paths), strict=True))
+
+
+def _to_fill(
+    leaves: Leaves, skipped: Set[str], objects: Mapping[str, OpenedObject], free: Set[str]
+) -> tuple[list[str], list[Any]]:
+    """The tensors and arrays that are filled in place, with their paths: not the arrays of objects that take any."""
+    if not skipped and not free:
+        return leaves.tensor_paths, leaves.tensors
+    filled = [
+        (path, value)
+        for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True)
+        if path not in skipped and not (free and isinstance(value, np.ndarray) and owner_of(path, objects) in free)
+    ]
+    return [path for path, _ in filled], [value for _, value in filled]
+
+
+def _add_values(wanted: WantedState, leaves: Leaves, objects: Mapping[str, OpenedObject]) -> None:
+    """Add what is there now where a value is wanted."""
+    for path, value in zip(leaves.value_paths, leaves.values, strict=True):
+        if isinstance(value, PerRank):
+            wanted.own[path] = value
+        owner = objects.get(owner_of(path, objects) or "") if objects else None
+        kind = owner.kind if owner is not None else None
+        if path not in wanted.skipped and kind is not ObjectKind.FREE:
+            wanted.values[path] = "optional" if kind is ObjectKind.PROGRAM else _present(value, kind is not None)
+
+
+def _add_others(wanted: WantedState, leaves: Leaves, adapter: Adapter) -> None:
+    """Add the names of tensors that are not filled."""
+    if len(wanted.tensors.paths) < len(leaves.tensor_paths):
+        names = zip(leaves.tensor_paths, adapter.names(leaves.tensors), strict=True)
+        filled = set(wanted.tensors.paths)
+        wanted.others = {path: name for path, name in names if path not in filled}
+    if leaves.kept:
+        wanted.kept = list(leaves.kept)
+        wanted.others.update(zip(leaves.kept, adapter.names(list(leaves.kept.values())), strict=True))
 
 
 def _frozen(leaves: Leaves, adapter: Adapter) -> list[tuple[str, str]]:
