@@ -50,7 +50,26 @@ def plan_native(
         UnsupportedValueError: what is selected makes up no checkpoint.
     """
     values, large = _small_and_large(tensors, sorted(values))
-    tensors = [*tensors, *large]
+    files = _data_files([*tensors, *large], values, most, ranks, save, user_tree)
+    metadata = Metadata(
+        **save_members(save),
+        user_tree=user_tree,
+        files=[FileInfo(file.name, file.nbytes, NO_DIGEST) for file in files],
+        table=_table([(part, i) for i, file in enumerate(files) for part in file.parts]),
+        value_records=values,
+    )
+    return files, msgspec.structs.replace(metadata, cost=_cost(metadata, sum(file.nbytes for file in files)))
+
+
+def _data_files(
+    tensors: Sequence[ExportTensor],
+    values: Sequence[tuple[str, Any]],
+    most: int,
+    ranks: int,
+    save: SaveInfo,
+    user_tree: Any,
+) -> list[ExportFile]:
+    """The data files, rank by rank. The first one's header has what belongs to none of the tensors."""
     limit = min(most, max(1, -(-sum(tensor.nbytes for tensor in tensors) // ranks)))
     in_order = sorted(tensors, key=lambda tensor: tensor.path)
     groups = [part for group in fill_files(in_order, limit) for part in _fitting(group, save.block_bytes)]
@@ -73,20 +92,20 @@ def plan_native(
             )
             name = data_file_name(rank, save.unique_id, save.save_id, part)
             files.append(ExportFile(name, group, OwnHeader(table, info, FileLayout(table, info).size)))
-    metadata = Metadata(
-        **save_members(save),
-        user_tree=user_tree,
-        files=[FileInfo(file.name, file.nbytes, NO_DIGEST) for file in files],
-        table=_table([(part, i) for i, file in enumerate(files) for part in file.parts]),
-        value_records=values,
-    )
-    nbytes = sum(file.nbytes for file in files)
+    return files
+
+
+def _cost(metadata: Metadata, nbytes: int) -> int:
+    """What the values of `.metadata` take in memory; ``nbytes`` are those of the data files.
+
+    Raises:
+        UnsupportedValueError: nobody could read the `.metadata`.
+    """
     try:
         data = encode_metadata(metadata)
-        cost = decode_metadata(data, metadata_name(save.unique_id), save.unique_id, lambda save_id: nbytes).cost
+        return decode_metadata(data, metadata_name(metadata.unique_id), metadata.unique_id, lambda save_id: nbytes).cost
     except CheckpointCorruptedError as error:
         raise UnsupportedValueError(f"what is selected makes up no checkpoint: {error}") from error
-    return files, msgspec.structs.replace(metadata, cost=cost)
 
 
 def _small_and_large(
