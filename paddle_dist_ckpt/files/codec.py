@@ -192,6 +192,8 @@ def _check_leaves(paths: Sequence[str]) -> None:
         raise CheckpointCorruptedError("a path is a leaf and a container")
     if containers.mixed:
         raise CheckpointCorruptedError("a path is a dict and a list")
+    if containers.too_long:
+        raise CheckpointCorruptedError("lists with far more places than are stored")
     listed = occurs("~l", paths) or occurs("~t", paths)
     for path in [p for p in paths if "~l" in p or "~t" in p] if listed else []:
         if any(isinstance(part, (ListIndex, TupleIndex)) and part.at >= len(paths) for part in parse_path(path)):

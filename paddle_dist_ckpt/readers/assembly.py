@@ -10,7 +10,7 @@ from ..core.box import Box
 from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import Storage
-from ..tree.paths import Part, containers_of, format_path, mixed_containers, parse_path
+from ..tree.paths import Containers, Part, containers_of, format_path, parse_path
 from .budget import Budget
 from .catalog import Catalog, Piece, StoredFile, StoredTensor
 from .checks import check_name, check_shape, first_overlap, is_text, shown
@@ -162,7 +162,10 @@ class Assembly:
         for text in self._leaves & containers_of(self._leaves):
             where = f"{self._storage.location}: {text_of(parse_path(text))}"
             raise CheckpointCorruptedError(f"{where} is an entry, and has entries below it")
-        for text in mixed_containers(self._leaves):
+        containers = Containers.of(self._leaves)
+        if containers.too_long:
+            raise CheckpointCorruptedError(f"{self._storage.location}: lists with far more places than entries")
+        for text in containers.mixed:
             where = f"{self._storage.location}: {text_of(parse_path(text)) if text else 'the whole'}"
             raise CheckpointCorruptedError(f"{where} has entries below it of a list and of a dict")
         return Catalog(

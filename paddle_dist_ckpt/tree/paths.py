@@ -31,7 +31,6 @@ __all__ = [
     "is_own",
     "join",
     "join_all",
-    "mixed_containers",
     "occurs",
     "own_among",
     "parent_of",
@@ -66,6 +65,7 @@ _SIGNS: dict[type[Any], str] = {int: "~i", ListIndex: "~l", TupleIndex: "~t", Ra
 _KINDS = {sign: kind for kind, sign in _SIGNS.items()}
 _MAX_INDEX = 100_000_000  # more than any list of tensors has
 _FEW_CONTAINERS = 1 << 16
+_FEW_PLACES = 1 << 20  # of lists, of which none is the path of a leaf
 _TOGETHER = 256
 _CHARACTERS = 12  # of paths, for each further container
 
@@ -198,11 +198,14 @@ class Containers(NamedTuple):
             so little of each.
         leaves: Those that are leaves as well.
         mixed: Those that are a dict to one path and a list, a tuple or ranks' own values to another.
+        too_long: Whether the lists and tuples have far more places, all together, than paths lead through. Each place
+            takes memory, and a number of a few digits makes millions of them.
     """
 
     too_many: bool
     leaves: list[str]
     mixed: list[str]
+    too_long: bool = False
 
     @classmethod
     def of(cls, paths: Iterable[str]) -> Containers:
@@ -227,23 +230,29 @@ class Containers(NamedTuple):
     def _by_part(cls, ordered: Sequence[str], most: int) -> Containers:
         count, leaves, mixed = 0, list[str](), dict[str, None]()
         before, kinds = [""], list[str]()  # the kinds of the containers that the path before leads through
+        lengths, places, named = list[int](), 0, 0  # of these containers, if they are lists; of all; in all paths
         for path in ordered:
             parts = path.split("/")
             common = next((i for i, (a, b) in enumerate(zip(parts, before, strict=False)) if a != b), len(before))
             if common == len(before) > 1:
                 leaves.append("/".join(before))
-            del kinds[common:]
+            places += sum(lengths[common:])
+            named += path.count("/~l") + path.count("/~t")
+            del kinds[common:], lengths[common:]
             for i in range(common, len(parts)):
                 kind = parts[i][:2] if parts[i].startswith(("~l", "~t", "~r")) else "dict"
                 if len(kinds) == i - 1:
                     kinds.append(kind)
+                    lengths.append(0)
                     count += 1
                 elif kinds[i - 1] != kind:
                     mixed["/".join(parts[:i])] = None
+                if kind in ("~l", "~t"):
+                    lengths[i - 1] = max(lengths[i - 1], int(parts[i][2:]) + 1)
             if count > most:
                 return cls(True, leaves, list(mixed))
             before = parts
-        return cls(False, leaves, list(mixed))
+        return cls(False, leaves, list(mixed), places + sum(lengths) > named + _FEW_PLACES)
 
 
 def _by_parts(path: str) -> str:
@@ -251,11 +260,6 @@ def _by_parts(path: str) -> str:
     if "\0" in path or "\1" in path:
         path = path.replace("\1", "\1\2").replace("\0", "\1\1")
     return path.replace("/", "\0")
-
-
-def mixed_containers(paths: Iterable[str]) -> set[str]:
-    """The containers that these paths take for a dict here and for a list, a tuple or ranks' own values there."""
-    return set(Containers.of(paths).mixed)
 
 
 def plain_key(path: str) -> str:

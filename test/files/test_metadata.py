@@ -549,6 +549,15 @@ def test_a_path_that_is_a_dict_and_a_list_is_refused() -> None:
     refused(sealed(body))
 
 
+def test_lists_with_far_more_places_than_leaves_are_refused() -> None:
+    """Each of them is no longer than there are leaves, but all together are, as their square."""
+    body = small_body()
+    body["values"] = sorted([f"/x/~i{i}/~l1999", i] for i in range(2000))
+    refused(sealed(body))
+    body["values"] = [["/x/~l3", 1]]  # as there may be a few
+    assert decode_metadata(sealed(body), "3.metadata", 3).value_records == [("/x/~l3", 1)]
+
+
 def test_paths_of_very_many_parts_are_refused() -> None:
     body = small_body()
     body["values"] = [["/a" * 300, 1]]

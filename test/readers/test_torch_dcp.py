@@ -346,6 +346,16 @@ def test_a_metadata_that_runs_code_is_refused(tmp_path: Path) -> None:
 # -- what is wrong
 
 
+def test_places_of_lists_that_would_take_any_memory_are_refused(tmp_path: Path) -> None:
+    """A number of a few digits is a list of as many places, of 8 bytes each."""
+    writer = DCPWriter(paths={f"k{i}": (f"a{i}", 700_000) for i in range(2)})
+    writer.add_value("k0", 1)
+    assert len(read(tmp_path, writer).values) == 1
+    writer.add_value("k1", 1)
+    with pytest.raises(CheckpointCorruptedError, match="lists with far more places than entries"):
+        read(tmp_path, writer)
+
+
 def two_dtypes(writer: DCPWriter) -> None:
     writer.put("w", (0, 0), saved(tensor("int32", (4, 6)), ARRAY.tobytes()))
 

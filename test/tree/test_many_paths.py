@@ -78,3 +78,14 @@ def test_looking_for_containers_takes_less_memory_than_the_paths_and_their_bytes
     finally:
         tracemalloc.stop()
     assert peak - before < 1.5 * size + (4 << 20)
+
+
+@pytest.mark.parametrize("sign", ["~l", "~t"])
+def test_lists_with_far_more_places_than_paths(sign: str) -> None:
+    few = 1 << 20
+    assert not Containers.of([f"/a/{sign}{i}/b" for i in range(2000)]).too_long
+    assert not Containers.of([f"/a/{sign}{few - 1}", "/b"]).too_long
+    assert Containers.of([f"/a/{sign}{few + 1}", "/b"]).too_long
+    halves = [f"/{sign}{i}/{sign}{few // 2}/x" for i in range(3)]  # the places of all lists count together
+    assert not Containers.of(halves[:2]).too_long
+    assert Containers.of(halves).too_long
