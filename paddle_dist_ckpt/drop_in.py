@@ -25,8 +25,7 @@ from .options import LoadOptions, SaveOptions, checked
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .state_exports import export_filled_with
-from .storage import LocalStorage, as_source
-from .wiring import connected, export_with, load_with, paddles, save_with
+from .wiring import connected, export_with, load_with, paddles, save_with, source_of
 
 __all__ = ["install", "uninstall"]
 
@@ -267,7 +266,7 @@ class _DropIn:
             options = _with_statements(options, aoa_config)
             keys = [
                 glob.escape(key) if patterns else key
-                for key in read_metadata(load_path, unique_id).state_dict_metadata
+                for key in self._metadata(load_path, unique_id).state_dict_metadata
                 if key.startswith(prefix or "") and not key.endswith(tuple(skip_postfix_list))
             ]
             request = export_request(save_path, unique_id=unique_id, keys=keys, stem=safetensor_prefix)
@@ -292,13 +291,28 @@ class _DropIn:
     def load_state_dict_metadata(self, file: Any, allow_full_load: bool = True) -> Any:
         """What a `.metadata` says: of ours its :class:`Metadata`, of another what the former function returns."""
         _log_without_effect("load_state_dict_metadata", allow_full_load=allow_full_load)
-        ours = _our_metadata(file)
+        ours = self._our_metadata(file)
         return self.former("load_state_dict_metadata")(file, allow_full_load) if ours is None else ours
 
     def load(self, path: Any, **configs: Any) -> Any:
         """``paddle.load``; of a `.metadata` of this library its :class:`Metadata`."""
-        ours = _our_metadata(path)
+        ours = self._our_metadata(path)
         return self.former("load")(path, **configs) if ours is None else ours
+
+    def _our_metadata(self, path: Any) -> Metadata | None:
+        """What a `.metadata` of this library holds; None if the path is not of such a file."""
+        if not isinstance(path, (str, os.PathLike)) or not isinstance(place := os.fspath(path), str):
+            return None
+        unique_id, folder = metadata_id(Path(place).name), Path(place).parent
+        with suppress(NotADirectoryError, ValueError):  # somewhere in the path is a file; it is a URL
+            if unique_id is not None:
+                with source_of(folder, self.load_options) as storage:
+                    is_ours = look(storage, Path(place).name)[0] is Format.OURS
+                return self._metadata(folder, unique_id) if is_ours else None
+        return None
+
+    def _metadata(self, path: Any, unique_id: int | None) -> Metadata:
+        return read_metadata(path, unique_id, progress_timeout=self.load_options.progress_timeout)
 
     def _ask_former(self, name: str, reason: str, *args: Any, **kwargs: Any) -> Any:
         """Call the former function for what no reader can read.
@@ -315,24 +329,14 @@ def _why_unknown(ranks: Ranks, options: LoadOptions, path: Any, unique_id: int |
 
     def decide(asked: Mapping[int, bytes]) -> dict[int, bytes]:
         try:
-            reason = why_unknown(as_source(path), unique_id)
+            with source_of(path, options, ranks.rank) as storage:
+                reason = why_unknown(storage, unique_id)
         except (TypeError, ValueError):
             reason = None  # the load says what is wrong
         return dict.fromkeys(asked, (reason or "").encode(errors="backslashreplace"))
 
     with ranks.hub.session("load_state_dict, which asks who can read it", options.timeout) as session:
         return session.gather_scatter("look", lambda: b"", decide).decode() or None
-
-
-def _our_metadata(path: Any) -> Metadata | None:
-    """What a `.metadata` of this library holds; None if the path is not of such a file."""
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(place := os.fspath(path), str):
-        return None
-    unique_id = metadata_id(Path(place).name)
-    with suppress(NotADirectoryError, ValueError):  # somewhere in the path is a file; it is a URL
-        if unique_id is not None and look(LocalStorage(Path(place).parent), Path(place).name)[0] is Format.OURS:
-            return read_metadata(Path(place).parent, unique_id)
-    return None
 
 
 def _log_without_effect(function: str, **arguments: Any) -> None:

@@ -39,8 +39,8 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     metadata = read_checkpoint(storage, unique_id)
     sizes = [_size(storage, info.name) for info in metadata.files]
     page = page_of(facts_of(metadata, storage.location, sizes))
-    target = Path(out).expanduser()
-    local_path(target, "out")
+    local_path(out, "out")
+    target = Path(os.path.expanduser(out))  # as it is shown: not made absolute
     _check_replaceable(target)
     temporary = f".{target.name}.{secrets.token_hex(8)}.tmp"
     LocalStorage(target.parent).publish(target.name, page.encode(), temporary, replace=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import os
@@ -22,6 +23,7 @@ import pytest
 from paddle_dist_ckpt import (
     AsyncSave,
     CheckpointNotFoundError,
+    CheckpointTimeoutError,
     LoadOptions,
     LocalStorage,
     SaveOptions,
@@ -339,6 +341,27 @@ def test_options_are_used(tmp_path: Path) -> None:
             assert len(dist.load_state_dict(target, tmp_path).skipped) == 1
     assert target["model"]["w"].tolist() == [1, 1, 1]
     assert read_metadata(tmp_path).user_metadata == {"run": 7}
+
+
+@pytest.mark.parametrize("call", ["load", "former", pytest.param("merge", marks=has_merged), "paddle.load"])
+def test_a_disk_that_does_not_answer_is_given_up(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever is read first, as ``progress_timeout`` says."""
+    answers = threading.Event()
+    with install(foreign="former" if call == "former" else "error", load_options=LoadOptions(progress_timeout=0.3)):
+        dist.save_state_dict(state(1), tmp_path / "saved")
+        read = LocalStorage.read
+        monkeypatch.setattr(LocalStorage, "read", lambda self, *of: (answers.wait(60), read(self, *of))[1])
+        try:
+            with pytest.raises(CheckpointTimeoutError, match=r"reading .*0\.metadata has not returned for 0\.3 s"):
+                if call == "merge":
+                    home: Any = importlib.import_module("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+                    home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "merged")
+                elif call == "paddle.load":
+                    paddle.load(str(tmp_path / "saved" / "0.metadata"))
+                else:
+                    dist.load_state_dict(state(0), tmp_path / "saved")
+        finally:
+            answers.set()
 
 
 @has_merged
