@@ -11,13 +11,13 @@ from ..tree.paths import plain_key
 from .lacking import lacking_entries
 from .messages import LoadAnswer, Mismatch
 from .needs import Needs
-from .recipes import expand
+from .part_targets import expand
 from .repeated import differing
-from .resize import Rules
+from .resize import Resizing, Rules
 from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
-from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, NEEDED, NO_ENTRY, OF_TENSORS, value_text
+from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, NEEDED, NO_ENTRY, NOT_STORED, OF_TENSORS, value_text
 
 __all__ = ["Fit"]
 
@@ -54,13 +54,15 @@ class Fit:
         self.problems = wanted.problems + _unfit(answer, wanted) + self._refuse_differing(answer.values)
         self._incomplete = self._incomplete_objects()
         self.problems += [Mismatch(key, f"{key}: a recipe, and no rank has such a tensor") for key in answer.unmatched]
-        parts = expand(wanted.tensors, wanted.made.recipes, answer, self._table, cast)
-        self.targets = Targets(parts, self._table, {*left_out, *answer.unread}, devices, resize)
+        resizing = Resizing(resize)
+        parts = expand(wanted, answer, self._table, cast, resizing)
+        answer.skipped.update(dict.fromkeys(parts.missing, NOT_STORED))
+        self.targets = Targets(parts, self._table, {*left_out, *answer.unread}, devices, resizing)
         self.problems += parts.problems + list(dict.fromkeys(self.targets.problems))
         self.needs = Needs(stored, self.targets, answer.block_bytes)
         self.problems += list(map(self._uncovered, self.needs.uncovered))
         left = [Mismatch.at(path, reason) for path, reason in answer.skipped.items()]
-        self.skipped = self.problems + wanted.left + left + self.targets.resized
+        self.skipped = self.problems + wanted.left + left + resizing.notes
 
     def _incomplete_objects(self) -> set[str]:
         """The paths of objects that would refuse what is stored for them, which is a problem unless it may be missing.

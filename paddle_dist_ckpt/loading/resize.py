@@ -7,7 +7,7 @@ To the rest of a load such a tensor is one of the stored shape, of which this ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 
 from ..core.box import Box
@@ -20,49 +20,81 @@ from ..tree.paths import plain_key
 from .key_map import matcher
 from .messages import Mismatch
 
-__all__ = ["Rules", "resize"]
+__all__ = ["LengthError", "Resizing", "Rules"]
 
 Rules = Mapping[str, "int | tuple[int, int]"]
 
 
-def resize(
-    tensors: LocalTensors, table: ShardTable, place: IntArray, rules: Rules
-) -> tuple[dict[int, str], list[Mismatch]]:
-    """Make the geometries of tensors that a rule lets differ in length those of what is stored for them.
+class LengthError(Exception):
+    """A tensor that a rule lets differ in length cannot be loaded all the same; the message says why."""
+
+
+class Resizing:
+    """Makes the geometries of tensors that a rule lets differ in length those of what is stored for them.
 
     Args:
-        tensors: The wanted ones; changed in place.
-        table: What is stored.
-        place: The place of each tensor in the table, -1 for one of which there is nothing, ``[tensors]``.
         rules: The axis for each pattern of keys, perhaps with the length that has to be loaded.
 
-    Returns:
-        Why tensors that a rule matches cannot be loaded all the same, by their number; and what of those that can is
-        left as it is, or left out.
+    Attributes:
+        notes: What of the tensors so far is left as it is, or left out.
     """
-    refused: dict[int, str] = {}
-    notes: list[Mismatch] = []
-    found = [(matcher([pattern]), rule if isinstance(rule, tuple) else (rule, None)) for pattern, rule in rules.items()]
-    for i, path in enumerate(tensors.paths) if found else ():
-        rule = next((rule for matches, rule in found if matches(plain_key(path))), None)
-        if rule is None or place[i] < 0:
-            continue
+
+    def __init__(self, rules: Rules) -> None:
+        self.notes: list[Mismatch] = []
+        self._rules = [
+            (matcher([pattern]), rule if isinstance(rule, tuple) else (rule, None)) for pattern, rule in rules.items()
+        ]
+
+    def fitted(self, path: str, geometry: Geometry, shape: tuple[int, ...]) -> Geometry:
+        """The geometry of a tensor as if it ended where what is stored for it ends, which has this shape; the geometry
+        as it is if no rule is about the tensor, or the shapes differ otherwise.
+
+        Raises:
+            LengthError: the rule does not allow it.
+        """
+        rule = next((rule for matches, rule in self._rules if matches(plain_key(path))), None)
+        if rule is None:
+            return geometry
         axis, length = rule
-        geometry, shape = tensors.geometries[tensors.geometry[i]], table.shape_of(place[i])
         if geometry.shape != shape and not _differ_there_alone(geometry.shape, shape, axis):
-            continue  # it does not fit
+            return geometry  # it does not fit
         reason = _refusal(geometry, shape, length, axis)
         if reason is not None:
-            refused[i] = reason
-        if reason is not None or geometry.shape == shape:
-            continue
+            raise LengthError(reason)
+        if geometry.shape == shape:
+            return geometry
         wanted, stored = geometry.shape[axis], shape[axis]
-        tensors.geometry[i] = len(tensors.geometries)
-        tensors.geometries.append(_clipped(geometry, shape, axis))
         span = f"{min(wanted, stored)} to {max(wanted, stored)} of axis {axis}"
         what = "are not stored, and left as they are" if wanted > stored else "are stored, and left out"
-        notes.append(Mismatch.at(path, f"{span} {what}"))
-    return refused, notes
+        self.notes.append(Mismatch.at(path, f"{span} {what}"))
+        return _clipped(geometry, shape, axis)
+
+    def fit(self, tensors: LocalTensors, table: ShardTable, place: IntArray, made: Container[str]) -> dict[int, str]:
+        """Do so with tensors, but for those that are made of parts.
+
+        Args:
+            tensors: The wanted ones; changed in place.
+            table: What is stored.
+            place: The place of each tensor in the table, -1 for one of which there is nothing, ``[tensors]``.
+            made: The paths of those that are made of parts.
+
+        Returns:
+            Why tensors cannot be loaded, by their number.
+        """
+        refused: dict[int, str] = {}
+        for i, path in enumerate(tensors.paths) if self._rules else ():
+            if place[i] < 0 or path in made:
+                continue
+            geometry = tensors.geometries[tensors.geometry[i]]
+            try:
+                fitted = self.fitted(path, geometry, table.shape_of(place[i]))
+            except LengthError as error:
+                refused[i] = str(error)
+                continue
+            if fitted is not geometry:
+                tensors.geometry[i] = len(tensors.geometries)
+                tensors.geometries.append(fitted)
+        return refused
 
 
 def _differ_there_alone(wanted: tuple[int, ...], stored: tuple[int, ...], axis: int) -> bool:

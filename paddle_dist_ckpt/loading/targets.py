@@ -26,8 +26,8 @@ from ..planning.recipe_parts import WRONG_DTYPE
 from ..tree.paths import plain_key
 from ..tree.values import begins_a_dict, decode_value
 from .messages import Mismatch
-from .recipes import PartTargets
-from .resize import Rules, resize
+from .part_targets import PartTargets
+from .resize import Resizing
 from .shared_memory import SharedMemory, find_shared_memory
 from .wording import OVERLAPS_ITSELF
 
@@ -47,7 +47,7 @@ class Targets:
         table: What the checkpoint has of it.
         left_out: Stored values that are not read.
         devices: How to reach the memory of devices; None if no tensor is there.
-        rules: Which tensors may be of another length than what is stored, see :mod:`.resize`.
+        resizing: Which tensors may be of another length than what is stored.
 
     Attributes:
         cells: The different targets: the geometry of the tensor, and which local shard of it.
@@ -59,7 +59,6 @@ class Targets:
         on_device: Whether its tensor is in a device's memory, ``[rows]``.
         filled: Whether it is filled, as far as is known, ``[rows]``.
         problems: What does not fit.
-        resized: What of tensors of another length is left as it is or left out.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Targets:
         table: ShardTable,
         left_out: Container[str],
         devices: DeviceAccess | None,
-        rules: Rules,
+        resizing: Resizing,
     ) -> None:
         self._table, self._devices = table, devices
         self.problems: list[Mismatch] = []
@@ -80,7 +79,7 @@ class Targets:
         else:
             place = np.array([-1 if path is None else table.index.get(path, -1) for path in parts.stored], np.int64)
         asked = set(place.tolist())  # also for what does not fit, which stays as it is
-        refused, self.resized = resize(tensors, table, place, rules)
+        refused = resizing.fit(tensors, table, place, parts.made)
         cast = np.array(parts.cast, bool)
         refused = {**_find_mismatches(tensors, table, place, cast), **refused}
         self.problems += [Mismatch.at(tensors.paths[tensor], reason) for tensor, reason in refused.items()]

@@ -31,7 +31,7 @@ from paddle_dist_ckpt.core.dtypes import DTYPES, DType, arithmetic_dtype
 from paddle_dist_ckpt.core.parts import Arranged, IdleStatement, Part, WantedTensor
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.folder.selection import Selection
-from paddle_dist_ckpt.loading import recipes as recipes_module
+from paddle_dist_ckpt.loading import part_targets
 from paddle_dist_ckpt.loading.load import load
 from paddle_dist_ckpt.loading.merged import load_merged
 from paddle_dist_ckpt.loading.reading import LoadContext
@@ -794,7 +794,7 @@ def test_who_has_nothing_of_a_tensor_says_nothing_of_it(
     ],
 )
 def test_parts_that_make_up_a_tensor(shape: Any, places: Any, whole_one: bool) -> None:
-    assert recipes_module._tile(shape, tuple(Box(*place) for place in places)) == whole_one
+    assert part_targets._tile(shape, tuple(Box(*place) for place in places)) == whole_one
 
 
 @pytest.mark.parametrize(
@@ -810,4 +810,27 @@ def test_parts_that_make_up_a_tensor(shape: Any, places: Any, whole_one: bool) -
 )
 def test_parts_of_what_is_stored(box: Any, axes: Any, place: Any, sound: bool) -> None:
     part = Part("a", Box(*box), axes, Box((0, 0), place))
-    assert recipes_module._is_sound(part, (3, 3)) == sound
+    assert part_targets._is_sound(part, (3, 3)) == sound
+
+
+def test_what_a_recipe_asks_for_may_be_missing_if_the_caller_says_so(tmp_path: Path) -> None:
+    """As experts beyond those that are stored; but not what is there and does not fit."""
+    save_on([{"l.0.a": SAVED["q"], "l.0.b": SAVED["k"], "l.1.a": SAVED["q"], "n": 3}], tmp_path)
+    recipes = {"m.{i}": concat(stored("l.{i}.a"), stored("l.{i}.b"))}
+    whole = np.concatenate([SAVED["q"], SAVED["k"]])
+    targets = [{f"m.{i}": np.zeros_like(whole) for i in range(3)} for _ in range(2)]
+    with pytest.raises(StateDictMismatchError, match="m.1: it is made of l.1.b, which in the checkpoint is missing"):
+        load_on(targets, tmp_path, options=LoadOptions(timeout=60, recipes=recipes))
+    with pytest.raises(StateDictMismatchError, match="of_value: it is made of n, which in the checkpoint is a value"):
+        load_on(
+            [{"of_value": np.zeros(3)}],
+            tmp_path,
+            options=LoadOptions(timeout=60, recipes={"of_value": stored("n")}, allow_missing=["*"]),
+        )
+    options = LoadOptions(timeout=60, recipes=recipes, allow_missing=["m.[12]"])
+    for report in load_on(targets, tmp_path, options=options):
+        assert report.skipped_keys == ("m.1", "m.2")
+        assert "m.2: left as it is, for the checkpoint does not have it" in report.skipped
+    for target in targets:
+        assert (target["m.0"] == whole).all()
+        assert not target["m.1"].any()

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, StateDictMismatchError
+from paddle_dist_ckpt import LoadOptions, StateDictMismatchError, concat
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.tensors import Reduction
+from paddle_dist_ckpt.recipes import Source
 from paddle_dist_ckpt.testing import run_ranks
 from test.jobs import (
     LAYOUTS,
@@ -89,6 +90,51 @@ def test_ranges_of_elements_as_several_boxes(tmp_path: Path) -> None:
     target = sharded(np.empty((14, 6), stored.dtype), boxes, fill=False)
     load_on([{"embed": target}], tmp_path, options=options(resize={"*": 0}))
     check(target, expected_of(stored, (14, 6)))
+
+
+@pytest.mark.parametrize("columns", [16, 7, 10])
+@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_what_a_recipe_makes_may_be_of_another_length(tmp_path: Path, columns: int, cut: int, exchange: Any) -> None:
+    """As a head that is stored transposed, and whose vocabulary is padded; and a bias that is made of two."""
+    weight, first, second = make_array((10, 6)), make_array((4,)), make_array((6,)) + 1
+    save_on([{"w": part, "a": first, "b": second} for part in split_rows(weight, 3)], tmp_path)
+    expected = {
+        "head": expected_of(np.ascontiguousarray(weight.T), (6, columns)),
+        "bias": expected_of(np.concatenate([first, second]), (columns,)),
+    }
+    targets = [
+        {
+            "head": sharded(np.empty((6, columns), weight.dtype), [rows_of((6, columns), rank, 3, cut)], fill=False),
+            "bias": blank_like(np.empty(columns, first.dtype)),
+        }
+        for rank in range(3)
+    ]
+    recipes = {"head": Source("w").T, "bias": concat(Source("a"), Source("b"))}
+    rules = {"head": (1, min(10, columns)), "bias": (0, min(10, columns))}
+    reports = load_on(targets, tmp_path, options=options(recipes=recipes, resize=rules, exchange=exchange))
+    for target in targets:
+        check(target["head"], expected["head"])
+        assert same_bits(target["bias"], expected["bias"])
+    assert {len(report.skipped) for report in reports} == {0 if columns == 10 else 2}
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (0, "the target has shape \\[6, 16\\], its recipe makes \\[6, 10\\]"),
+        ((1, 11), "the target has length 16 along axis 1, the checkpoint 10, and resize says that the first 11"),
+        (2, "the target has shape"),
+    ],
+)
+def test_what_a_recipe_makes_of_another_length_is_as_the_rule_says(tmp_path: Path, rule: Any, says: str) -> None:
+    save_on([{"w": make_array((10, 6))}], tmp_path)
+    target = {"head": make_array((6, 16))}
+    kept = target["head"].copy()
+    wanted = options(recipes={"head": Source("w").T}, resize={"head": rule})
+    with pytest.raises(StateDictMismatchError, match=says):
+        load_on([target], tmp_path, options=wanted)
+    assert same_bits(target["head"], kept)
 
 
 @pytest.mark.parametrize("longer", [True, False])

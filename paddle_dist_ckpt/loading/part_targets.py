@@ -1,0 +1,207 @@
+"""What a rank fills for wanted tensors that are made of boxes of stored ones.
+
+Each part becomes a tensor of its own, of the stored tensor's shape, whose local shards are what this rank wants of the
+part's box: the same memory, looked at with the stored tensor's axes. What comes after sees nothing but such tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.box import Box, whole
+from ..core.boxes import Boxes
+from ..core.device_memory import contiguous_strides
+from ..core.dtypes import dtype_named
+from ..core.local_tensors import LocalTensors, overlaps_itself
+from ..core.parts import Arranged, Part, SourceTensor
+from ..core.shards import ShardTable
+from ..core.tensors import Geometry, LocalShard, TensorView
+from ..planning.cover import covers_exactly
+from ..planning.recipe_parts import FilledRecipe, Made, PartMaker, RecipeError, misfit
+from ..tree.paths import plain_key
+from .messages import LoadAnswer, Mismatch
+from .resize import LengthError, Resizing
+from .wanted import WantedState
+from .wording import MISSING, OVERLAPS_ITSELF
+
+__all__ = ["PartTargets", "expand"]
+
+
+@dataclass(slots=True)
+class PartTargets:
+    """A rank's tensors as a load fills them: those that are stored as they are wanted, and parts.
+
+    Attributes:
+        tensors: The tensors and parts.
+        stored: The path of the stored tensor for each of them; None for those that are not filled.
+        cast: Whether each is converted if it is stored in another dtype.
+        problems: What does not fit.
+        made: The paths of those that are made of parts.
+        missing: The paths of those of which something is not stored that need not be.
+    """
+
+    tensors: LocalTensors
+    stored: list[str | None]
+    cast: list[bool]
+    problems: list[Mismatch] = field(default_factory=list)
+    made: set[str] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+
+
+class _LocalPart(NamedTuple):
+    """What a rank has of a part of a wanted tensor.
+
+    Attributes:
+        geometry: Of a tensor of the stored tensor's shape, of which the rank has that.
+        starts: For each shard of it in which of the wanted tensor's shards it is, and where it starts there, in bytes.
+    """
+
+    geometry: Geometry
+    starts: list[tuple[int, int]]
+
+
+def expand(wanted: WantedState, answer: LoadAnswer, table: ShardTable, cast: bool, resizing: Resizing) -> PartTargets:
+    """Find what is filled of a rank's tensors.
+
+    Args:
+        wanted: The tensors that are wanted, with the recipes of some. Others may have parts in the answer.
+        answer: What the checkpoint has of it.
+        table: The stored tensors in it.
+        cast: Whether dtypes are converted.
+        resizing: Which tensors may be of another length than what is made.
+    """
+    tensors, recipes = wanted.tensors, wanted.made.recipes
+    elsewhere: dict[str, str | None] = {**answer.stored, **dict.fromkeys((*answer.unfit, *answer.skipped))}
+    if not recipes and not answer.parts:
+        stored = [elsewhere.get(path, path) for path in tensors.paths]
+        return PartTargets(tensors, stored, [cast] * len(stored))
+    result = PartTargets(LocalTensors(), [], [])
+
+    def find(key: str) -> SourceTensor:
+        place = table.index.get(answer.sources.get(key, ""))
+        if place is None:
+            raise RecipeError(f"it is made of {key}, which in the checkpoint is {answer.absent.get(key, 'missing')}")
+        return SourceTensor(table.shape_of(place), table.dtypes[place])
+
+    @functools.cache
+    def overlapping(number: int) -> bool:
+        geometry = tensors.geometries[number]
+        return any(overlaps_itself(geometry, piece) for piece in geometry.shards)
+
+    @functools.cache
+    def local_part(number: int, shape: tuple[int, ...], *part: Any) -> _LocalPart:
+        return _local_part(tensors.geometries[number], Part("", *part), shape)
+
+    maker = PartMaker(find)
+    shard = 0
+    for i, path in enumerate(tensors.paths):
+        number = tensors.geometry[i]
+        geometry = tensors.geometries[number]
+        addresses = tuple(tensors.addresses[shard : shard + len(geometry.shards)])
+        shard += len(addresses)
+        if path not in recipes and path not in answer.parts:
+            result.tensors.add(path, TensorView(geometry, addresses, tensors.owners[i], tensors.names[i]))
+            result.stored.append(elsewhere.get(path, path))
+            result.cast.append(cast)
+            continue
+        if path in recipes and wanted.may_be_missing(plain_key(path)) and _lacks(recipes[path], answer):
+            result.missing.append(path)
+            continue
+        result.made.add(path)
+        try:
+            made = maker.make(recipes[path]) if path in recipes else _arranged(answer.parts[path], geometry, find)
+            fitted = resizing.fitted(path, geometry, made.shape)
+        except (RecipeError, LengthError) as error:
+            result.problems.append(Mismatch.at(path, str(error)))
+            continue
+        reason = misfit(made, fitted.shape, geometry.dtype, cast)
+        if reason is not None:
+            keys = ", ".join(dict.fromkeys(part.key for part in made.parts))
+            result.problems.append(Mismatch.at(path, f"{reason} (of {keys})"))
+            continue
+        if overlapping(number):  # which the parts may not do, each by itself
+            result.problems.append(Mismatch.at(path, OVERLAPS_ITSELF))
+            continue
+        for part in made.parts:
+            shape = find(part.key).shape
+            if fitted is geometry:
+                mine = local_part(number, shape, *part[1:])
+            else:
+                mine = _local_part(fitted, part, shape)
+            if mine.starts:
+                at = tuple(addresses[piece] + start for piece, start in mine.starts)
+                result.tensors.add(path, TensorView(mine.geometry, at, tensors.owners[i], tensors.names[i]))
+                result.stored.append(answer.sources[part.key])
+                result.cast.append(True)
+    return result
+
+
+def _lacks(filled: FilledRecipe, answer: LoadAnswer) -> bool:
+    """Whether something that a recipe asks for is not stored at all."""
+    return any(answer.absent.get(key, "").startswith(MISSING) for key in filled.keys.values())
+
+
+def _arranged(arranged: Arranged, geometry: Geometry, find: Callable[[str], SourceTensor]) -> Made:
+    """What parts make that the coordinator has found.
+
+    Raises:
+        RecipeError: they do not fit what is stored, or something is missing.
+    """
+    shape, parts = arranged.shape, arranged.parts
+    places = tuple(part.place for part in parts if part.place.size)
+    if not all(_is_sound(part, find(part.key).shape) for part in parts) or not _tile(tuple(shape), places):
+        raise RecipeError(f"its parts do not make up a tensor of shape {list(shape)}")
+    for dtype in (dtype_named(part.dtype) if part.dtype else find(part.key).dtype for part in parts):
+        if dtype is not geometry.dtype:
+            return Made(shape, dtype, parts)
+    return Made(shape, geometry.dtype, parts)
+
+
+def _is_sound(part: Part, stored: Sequence[int]) -> bool:
+    """Whether a part's boxes are of one shape but for the order of the axes, and the stored tensor has the one."""
+    box, axes, place = part.box, part.axes, part.place
+    turned = sorted(axes) == list(range(len(stored))) and tuple(box.shape[a] for a in axes) == place.shape
+    return turned and all(0 <= low <= n - extent for low, extent, n in zip(box.offset, box.shape, stored, strict=True))
+
+
+@functools.lru_cache(maxsize=1024)  # all layers are alike
+def _tile(shape: tuple[int, ...], places: tuple[Box, ...]) -> bool:
+    """Whether the places of parts make up a tensor, each element of which is in one of them."""
+    if len(places) == 1:
+        return places[0] == whole(shape)
+    if any(len(place.shape) != len(shape) for place in places):
+        return False
+    groups, boxes = np.zeros(len(places), np.int64), Boxes.of(places, max(1, len(shape)))
+    return bool(covers_exactly(groups, boxes, Boxes.of([whole(shape)], max(1, len(shape))))[0])
+
+
+def _local_part(geometry: Geometry, part: Part, shape: tuple[int, ...]) -> _LocalPart:
+    """What a rank that has a tensor of this geometry has of a part of it; ``shape`` is the stored tensor's."""
+    itemsize = geometry.dtype.itemsize
+    shards: list[LocalShard] = []
+    starts: list[tuple[int, int]] = []
+    for piece, shard in enumerate(geometry.shards):
+        mine = part.within(shard.box)
+        if mine is None:
+            continue
+        strides = shard.strides or contiguous_strides(shard.box.shape, itemsize)
+        corner = mine.place.relative_to(shard.box.offset).offset
+        turned = [0] * len(shape)
+        for axis, stride in zip(mine.axes, strides, strict=True):
+            turned[axis] = stride
+        shards.append(LocalShard(mine.box, _unless_contiguous(mine.box, turned, itemsize)))
+        starts.append((piece, sum(at * stride for at, stride in zip(corner, strides, strict=True))))
+    return _LocalPart(dataclasses.replace(geometry, shape=shape, shards=tuple(shards)), starts)
+
+
+def _unless_contiguous(box: Box, strides: Sequence[int], itemsize: int) -> tuple[int, ...] | None:
+    """Strides; None if elements that have them stand one behind the other."""
+    expected = contiguous_strides(box.shape, itemsize)
+    same = all(n == 1 or a == b for n, a, b in zip(box.shape, strides, expected, strict=True))
+    return None if same else tuple(strides)
