@@ -67,6 +67,7 @@ __all__ = [
     "scatter_state_dict",
     "set_rng_state",
     "split",
+    "stack",
     "stored",
     "uninstall",
     "verify",

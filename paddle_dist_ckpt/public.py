@@ -45,7 +45,7 @@ from .one_call import (
     set_rng_state as set_rng_state,
 )
 from .options import LoadOptions as LoadOptions, SaveOptions as SaveOptions
-from .recipes import Recipe as Recipe, concat as concat, split as split, stored as stored
+from .recipes import Recipe as Recipe, concat as concat, split as split, stack as stack, stored as stored
 from .reports import (
     ExportReport as ExportReport,
     LoadReport as LoadReport,

@@ -21,18 +21,22 @@ __all__ = [
     "Sliced",
     "Source",
     "SplitPart",
+    "Squeezed",
+    "Unsqueezed",
     "concat",
     "dtype_name",
     "filled",
     "fold",
     "placeholders",
     "split",
+    "stack",
     "stored",
     "stored_keys",
     "text_of",
 ]
 
 T = TypeVar("T")
+_Index = slice | int | EllipsisType
 
 _MOST_NESTED = 200  # operations within each other; each costs the stack of Python some frames
 _LONGEST = 100_000  # text of an expression; parts that are there again and again can make it as long as you like
@@ -47,6 +51,7 @@ class Recipe:
     """
 
     __slots__ = ()
+    __iter__ = None  # for without it, Python would take elements for ever
 
     @property
     def inner(self) -> tuple[Recipe, ...]:
@@ -120,15 +125,39 @@ class Recipe:
             raise TypeError(f"cast takes a dtype or the name of one, not {dtype!r}")
         return Cast(self, name)
 
-    def __getitem__(self, index: slice | EllipsisType | tuple[slice | EllipsisType, ...]) -> Recipe:
-        """A part of it, by a slice without a step for each of the first dimensions, and, behind ``...``, of the last.
+    def squeeze(self, axis: int) -> Recipe:
+        """The same without an axis, along which it has one element. A negative one counts from the last.
 
         Raises:
-            TypeError: something else than a slice, or several ``...``.
+            TypeError: ``axis`` is not an integer.
+        """
+        return Squeezed(self, _integer("axis", axis))
+
+    def unsqueeze(self, axis: int) -> Recipe:
+        """The same with one more axis, of one element, which becomes the result's axis of this number. A negative one
+        counts from the result's last.
+
+        Raises:
+            TypeError: ``axis`` is not an integer.
+        """
+        return Unsqueezed(self, _integer("axis", axis))
+
+    def __getitem__(self, index: _Index | tuple[_Index, ...]) -> Recipe:
+        """A part of it, by a slice without a step for each of the first dimensions, and, behind ``...``, of the last.
+
+        An integer in the place of a slice is one element along that axis, which the result does not have.
+
+        Raises:
+            TypeError: something else than a slice or an integer, or several ``...``.
         """
         items = index if isinstance(index, tuple) else (index,)
         first = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
-        return Sliced(self, tuple(map(_bounds, items[:first])), tuple(map(_bounds, items[first + 1 :])))
+        found: Recipe = Sliced(self, tuple(map(_bounds, items[:first])), tuple(map(_bounds, items[first + 1 :])))
+        single = [i if i < first else i - len(items) for i, item in enumerate(items) if _is_integer(item)]
+        # From the last to the first, as each axis that goes renumbers those that are counted past it.
+        for axis in [*sorted(i for i in single if i < 0), *sorted((i for i in single if i >= 0), reverse=True)]:
+            found = found.squeeze(axis)
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -185,6 +214,28 @@ class Sliced(Operation):
             for bounds in (self.bounds, self.last)
         )
         return f"{inner[0]}[{', '.join([*first, *['...'] * bool(last or not first), *last])}]"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Squeezed(Operation):
+    """An expression without an axis, along which it has one element."""
+
+    axis: int
+
+    def text(self, inner: Sequence[str]) -> str:
+        """See :class:`Recipe`."""
+        return f"{inner[0]}.squeeze({self.axis})"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Unsqueezed(Operation):
+    """An expression with one more axis, of one element."""
+
+    axis: int
+
+    def text(self, inner: Sequence[str]) -> str:
+        """See :class:`Recipe`."""
+        return f"{inner[0]}.unsqueeze({self.axis})"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -275,6 +326,29 @@ def concat(*parts: Recipe | Sequence[Recipe], axis: int = 0) -> Recipe:
     if not parts:
         raise ValueError("concat needs a part")
     return Concat(tuple(map(_recipe, parts)), _integer("axis", axis))
+
+
+def stack(*parts: Recipe | Sequence[Recipe], axis: int = 0) -> Recipe:
+    """Expressions one behind the other along a new axis, for a recipe. They are alike in shape and in dtype.
+
+    A list or tuple of them may be passed as the only part. A negative axis counts from the result's last one.
+
+    Raises:
+        TypeError, ValueError: there is none, one is no expression, or ``axis`` is not an integer.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict, stack, stored
+        >>> report = save_state_dict({f"experts.{i}": paddle.full([2, 3], i) for i in range(4)}, "checkpoint")
+        >>> state = {"experts": paddle.zeros([4, 2, 3])}
+        >>> options = LoadOptions(recipes={"experts": stack(*(stored(f"experts.{i}") for i in range(4)))})
+        >>> report = load_state_dict(state, "checkpoint", options=options)
+        >>> state["experts"][:, 0, 0].tolist()
+        [0.0, 1.0, 2.0, 3.0]
+    """
+    if len(parts) == 1 and isinstance(parts[0], (list, tuple)):
+        parts = tuple(parts[0])
+    return concat(*(_recipe(part).unsqueeze(axis) for part in parts), axis=axis)
 
 
 def split(recipe: Recipe, count: int, axis: int = 0) -> tuple[Recipe, ...]:
@@ -388,9 +462,16 @@ def _integer(name: str, value: object) -> int:
     raise TypeError(f"{name} must be an integer, not {value!r}")
 
 
-def _bounds(item: slice | EllipsisType) -> tuple[int | None, int | None]:
+def _is_integer(value: object) -> bool:
+    return not isinstance(value, bool) and hasattr(value, "__index__")
+
+
+def _bounds(item: _Index) -> tuple[int | None, int | None]:
+    if _is_integer(item):
+        at = operator.index(item)  # type: ignore[arg-type]
+        return at, at + 1 or None  # the last one ends where its axis does
     if not isinstance(item, slice) or item.step not in (None, 1):
-        raise TypeError(f"a recipe is indexed by slices without a step, and one ... at most, not by {item!r}")
+        raise TypeError(f"a recipe is indexed by slices without a step, integers, and one ... at most, not by {item!r}")
     try:
         start, stop = (None if end is None else operator.index(end) for end in (item.start, item.stop))
     except TypeError:

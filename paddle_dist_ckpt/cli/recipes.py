@@ -109,11 +109,12 @@ def _print_made(made: MadeFacts, everything: bool) -> None:
 
 
 def _turned(part: PartFacts) -> list[int]:
-    return [part.shape[axis] for axis in part.axes]
+    return [1 if axis < 0 else part.shape[axis] for axis in part.axes]
 
 
 def _source(part: PartFacts) -> str:
-    turned = "" if list(part.axes) == sorted(part.axes) else f", axes {shape_text(part.axes)}"
+    axes = [axis for axis in part.axes if axis >= 0]
+    turned = "" if axes == sorted(axes) else f", axes {shape_text(axes)}"
     return f"{part.stored} {_region(part.offset, part.shape)}{turned}"
 
 

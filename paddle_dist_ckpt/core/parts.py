@@ -9,7 +9,11 @@ from typing import Any, NamedTuple, Protocol
 from .box import Box, intersect
 from .dtypes import DType, dtype_named
 
-__all__ = ["Arranged", "Arranger", "IdleStatement", "Part", "SourceTensor", "WantedTensor"]
+__all__ = ["NEW", "Arranged", "Arranger", "IdleStatement", "Part", "SourceTensor", "WantedTensor"]
+
+
+NEW = -1
+"""In the place of a stored tensor's dimension: one that only the wanted tensor has."""
 
 
 class SourceTensor(NamedTuple):
@@ -50,7 +54,9 @@ class Part(NamedTuple):
     Attributes:
         key: The stored tensor's flat key.
         box: The box there.
-        axes: For each dimension of the wanted tensor, which dimension of the stored tensor becomes it.
+        axes: For each dimension of the wanted tensor, which dimension of the stored tensor becomes it; :data:`NEW` for
+            one that the stored tensor does not have. Along that, and along dimensions of the stored tensor that are not
+            among them, the box has one element.
         place: The box in the wanted tensor.
         dtype: The name of the element type that is asked for; None for the stored one.
     """
@@ -68,8 +74,9 @@ class Part(NamedTuple):
             return None
         offset, shape = list(self.box.offset), list(self.box.shape)
         for low, first, extent, axis in zip(common.offset, self.place.offset, common.shape, self.axes, strict=True):
-            offset[axis] += low - first
-            shape[axis] = extent
+            if axis != NEW:
+                offset[axis] += low - first
+                shape[axis] = extent
         return self._replace(box=Box(tuple(offset), tuple(shape)), place=common)
 
     def permuted(self, axes: Sequence[int]) -> Part:

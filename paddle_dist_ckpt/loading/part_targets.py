@@ -19,7 +19,7 @@ from ..core.boxes import Boxes
 from ..core.device_memory import contiguous_strides
 from ..core.dtypes import dtype_named
 from ..core.local_tensors import LocalTensors, overlaps_itself
-from ..core.parts import Arranged, Part, SourceTensor
+from ..core.parts import NEW, Arranged, Part, SourceTensor
 from ..core.shards import ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..planning.cover import covers_exactly
@@ -164,9 +164,14 @@ def _arranged(arranged: Arranged, geometry: Geometry, find: Callable[[str], Sour
 
 
 def _is_sound(part: Part, stored: Sequence[int]) -> bool:
-    """Whether a part's boxes are of one shape but for the order of the axes, and the stored tensor has the one."""
+    """Whether a part's boxes are of one shape but for the order of the axes, and for such of one element that only one
+    of them has; and the stored tensor has the one."""
     box, axes, place = part.box, part.axes, part.place
-    turned = sorted(axes) == list(range(len(stored))) and tuple(box.shape[a] for a in axes) == place.shape
+    if len(box.shape) != len(stored) or any(a != NEW and not 0 <= a < len(stored) for a in axes):
+        return False
+    gone = set(range(len(stored))).difference(axes)
+    turned = len(stored) - len(gone) == sum(a != NEW for a in axes) and all(box.shape[d] == 1 for d in gone)
+    turned = turned and tuple(1 if a == NEW else box.shape[a] for a in axes) == place.shape
     return turned and all(0 <= low <= n - extent for low, extent, n in zip(box.offset, box.shape, stored, strict=True))
 
 
@@ -192,9 +197,10 @@ def _local_part(geometry: Geometry, part: Part, shape: tuple[int, ...]) -> _Loca
             continue
         strides = shard.strides or contiguous_strides(shard.box.shape, itemsize)
         corner = mine.place.relative_to(shard.box.offset).offset
-        turned = [0] * len(shape)
+        turned = list(contiguous_strides(mine.box.shape, itemsize))  # which counts where there is one element alone
         for axis, stride in zip(mine.axes, strides, strict=True):
-            turned[axis] = stride
+            if axis != NEW:
+                turned[axis] = stride
         shards.append(LocalShard(mine.box, _unless_contiguous(mine.box, turned, itemsize)))
         starts.append((piece, sum(at * stride for at, stride in zip(corner, strides, strict=True))))
     return _LocalPart(dataclasses.replace(geometry, shape=shape, shards=tuple(shards)), starts)

@@ -10,8 +10,20 @@ import numpy as np
 
 from ..core.box import Box, whole
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype, can_cast
-from ..core.parts import Part, SourceTensor
-from ..recipes import Cast, Concat, Permuted, Recipe, Sliced, Source, SplitPart, fold, text_of
+from ..core.parts import NEW, Part, SourceTensor
+from ..recipes import (
+    Cast,
+    Concat,
+    Permuted,
+    Recipe,
+    Sliced,
+    Source,
+    SplitPart,
+    Squeezed,
+    Unsqueezed,
+    fold,
+    text_of,
+)
 
 __all__ = ["WRONG_DTYPE", "FilledRecipe", "Made", "PartMaker", "RecipeError", "make_parts", "misfit", "recipe_of"]
 
@@ -114,6 +126,10 @@ def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:
             return _cut(inner, _window(one, inner.shape))
         if isinstance(one, SplitPart):
             return _cut(inner, _share(one, inner.shape))
+        if isinstance(one, Squeezed):
+            return _squeezed(one, inner)
+        if isinstance(one, Unsqueezed):
+            return _unsqueezed(one, inner)
         assert isinstance(one, Cast)
         return _converted(one, inner, find)
 
@@ -159,8 +175,14 @@ def _recipe_of_part(part: Part, shape: Sequence[int]) -> Recipe:
         ends.pop()
     found: Recipe = Source(part.key)
     found = Sliced(found, tuple(ends)) if ends else found
-    if part.axes != tuple(range(len(shape))):
-        found = found.T if part.axes == tuple(reversed(range(len(shape)))) else Permuted(found, part.axes)
+    kept = [axis for axis in part.axes if axis != NEW]
+    for axis in reversed(range(len(shape))):
+        found = found if axis in kept else found.squeeze(axis)
+    order = tuple(sorted(kept).index(axis) for axis in kept)
+    if order != tuple(range(len(order))):
+        found = found.T if order == tuple(reversed(range(len(order)))) else Permuted(found, order)
+    for axis, of_stored in enumerate(part.axes):
+        found = found.unsqueeze(axis) if of_stored == NEW else found
     return Cast(found, part.dtype) if part.dtype is not None else found
 
 
@@ -187,6 +209,36 @@ def _permuted(one: Permuted, inner: Made) -> Made:
     if len(axes) != len(inner.shape):
         raise RecipeError(f"{_short(one)}: {len(axes)} axes for a tensor of shape {list(inner.shape)}")
     return Made(tuple(inner.shape[a] for a in axes), inner.dtype, [part.permuted(axes) for part in inner.parts])
+
+
+def _squeezed(one: Squeezed, inner: Made) -> Made:
+    axis = _axis(one, one.axis, inner.shape)
+    if inner.shape[axis] != 1:
+        raise RecipeError(f"{_short(one)}: a tensor of shape {list(inner.shape)} has not one element along axis {axis}")
+
+    def without(values: tuple[int, ...]) -> tuple[int, ...]:
+        return (*values[:axis], *values[axis + 1 :])
+
+    parts = [
+        part._replace(axes=without(part.axes), place=Box(without(part.place.offset), without(part.place.shape)))
+        for part in inner.parts
+    ]
+    return Made(without(inner.shape), inner.dtype, parts)
+
+
+def _unsqueezed(one: Unsqueezed, inner: Made) -> Made:
+    axis = _axis(one, one.axis, (*inner.shape, 1))
+
+    def with_one(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:axis], value, *values[axis:])
+
+    parts = [
+        part._replace(
+            axes=with_one(part.axes, NEW), place=Box(with_one(part.place.offset, 0), with_one(part.place.shape, 1))
+        )
+        for part in inner.parts
+    ]
+    return Made(with_one(inner.shape, 1), inner.dtype, parts)
 
 
 def _window(one: Sliced, shape: Sequence[int]) -> Box:

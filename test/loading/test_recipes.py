@@ -23,12 +23,13 @@ from paddle_dist_ckpt import (
     concat,
     read_metadata,
     split,
+    stack,
     stored,
 )
 from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.core.box import Box, cut_flat_range, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, DType, arithmetic_dtype
-from paddle_dist_ckpt.core.parts import Arranged, IdleStatement, Part, WantedTensor
+from paddle_dist_ckpt.core.parts import NEW, Arranged, IdleStatement, Part, WantedTensor
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.folder.selection import Selection
 from paddle_dist_ckpt.loading import part_targets
@@ -104,6 +105,26 @@ MADE: dict[str, tuple[Recipe, Callable[[Arrays], np.ndarray]]] = {
         concat(stored("q").T, stored("k").T, stored("v").T, axis=1),
         lambda s: np.concatenate([s["q"].T, s["k"].T, s["v"].T], axis=1),
     ),
+    "one of the rows": (stored("q")[3], lambda s: s["q"][3]),
+    "one of the last columns": (stored("w")[..., -2], lambda s: s["w"][..., -2]),
+    "one element": (stored("cube")[1, -1, 2], lambda s: s["cube"][1, -1, 2]),
+    "elements around dots": (stored("cube")[-1, ..., 3], lambda s: s["cube"][-1, ..., 3]),
+    "an element and a slice": (stored("cube")[:2, 1, 2:].T, lambda s: s["cube"][:2, 1, 2:].T),
+    "one more axis": (stored("q").unsqueeze(1), lambda s: s["q"][:, None]),
+    "one more axis behind": (
+        stored("cube").unsqueeze(-1).permute(3, 1, 0, 2),
+        lambda s: s["cube"][..., None].transpose(3, 1, 0, 2),
+    ),
+    "an axis that comes and goes": (stored("q").unsqueeze(0).T.squeeze(2)[1:], lambda s: s["q"].T[1:]),
+    "an axis that goes and comes": (stored("w")[2].unsqueeze(0).unsqueeze(-1), lambda s: s["w"][2][None, :, None]),
+    "stacked": (stack(stored("k"), stored("v"), stored("k")), lambda s: np.stack([s["k"], s["v"], s["k"]])),
+    "stacked in the middle": (
+        stack([stored("k").T, stored("v").T], axis=1),
+        lambda s: np.stack([s["k"].T, s["v"].T], axis=1),
+    ),
+    "stacked behind": (stack(stored("k"), stored("v"), axis=-1), lambda s: np.stack([s["k"], s["v"]], axis=-1)),
+    "of a stack": (stack(stored("k"), stored("v"), axis=1)[1:3, 1].T, lambda s: s["v"][1:3].T),
+    "stacked scalars": (stack(stored("scalar"), stored("scalar")), lambda s: np.stack([s["scalar"]] * 2)),
     "with nothing": (concat(stored("none"), stored("k"), stored("none")), lambda s: s["k"]),
     "nothing": (stored("none").T, lambda s: s["none"].T),
     "the same twice": (concat(stored("k"), stored("k")), lambda s: np.concatenate([s["k"], s["k"]])),
@@ -354,6 +375,19 @@ def test_casts(folder: Path, tmp_path: Path) -> None:
         ),
         (concat(stored("q"), stored("cube")), (8, 6), "float32", False, ["stored('cube') has shape [3, 4, 5]"]),
         (concat(stored("q"), axis=2), (8, 6), "float32", False, ["no axis 2"]),
+        (stored("q")[8], (6,), "float32", False, ["no such part", "stored('q')[8:9]"]),
+        (stored("q")[-9], (6,), "float32", False, ["no such part"]),
+        (stored("q")[0, 0, 0], (), "float32", False, ["3 slices"]),
+        (
+            stored("q").squeeze(1),
+            (8,),
+            "float32",
+            False,
+            ["a tensor of shape [8, 6] has not one element along axis 1"],
+        ),
+        (stored("q").squeeze(2), (8,), "float32", False, ["no axis 2"]),
+        (stored("q").unsqueeze(3), (8, 6, 1), "float32", False, ["no axis 3"]),
+        (stack(stored("q"), stored("k")), (2, 8, 6), "float32", False, ["has shape [1, 4, 6]", "[1, 8, 6]"]),
         (concat(*[stored("q")] * 99), (1, 6), "float32", False, ["shape [1, 6], its recipe makes [792, 6]"]),
     ],
 )
@@ -573,7 +607,11 @@ def test_what_does_not_fit_is_what_a_load_would_say(folder: Path) -> None:
     "make",
     [
         lambda: stored(7),  # type: ignore[arg-type]
-        lambda: stored("q")[0],  # type: ignore[index]
+        lambda: stored("q")[True],
+        lambda: stored("q")[0.5],  # type: ignore[index]
+        lambda: stored("q").squeeze("0"),  # type: ignore[arg-type]
+        lambda: stored("q").unsqueeze(None),  # type: ignore[arg-type]
+        lambda: stack("q"),  # type: ignore[arg-type]
         lambda: stored("q")[::2],
         lambda: stored("q")["a":"b"],  # type: ignore[misc]
         lambda: stored("q")[..., :1, ...],
@@ -806,10 +844,16 @@ def test_parts_that_make_up_a_tensor(shape: Any, places: Any, whole_one: bool) -
         (((1, 0), (2, 3)), (0, 0), (2, 2), False),
         (((2, 0), (2, 3)), (0, 1), (2, 3), False),
         (((-1, 0), (2, 3)), (0, 1), (2, 3), False),
+        (((1, 0), (1, 3)), (1,), (3,), True),
+        (((1, 0), (2, 3)), (1,), (3,), False),
+        (((1, 0), (2, 3)), (1, NEW, 0), (3, 1, 2), True),
+        (((1, 0), (2, 3)), (1, NEW, 0), (3, 2, 2), False),
+        (((1, 0), (2, 3)), (1, NEW, 1), (3, 1, 3), False),
+        (((1, 0), (2, 3)), (0, 2), (2, 3), False),
     ],
 )
 def test_parts_of_what_is_stored(box: Any, axes: Any, place: Any, sound: bool) -> None:
-    part = Part("a", Box(*box), axes, Box((0, 0), place))
+    part = Part("a", Box(*box), axes, Box((0,) * len(place), place))
     assert part_targets._is_sound(part, (3, 3)) == sound
 
 

@@ -15,6 +15,7 @@ from paddle_dist_ckpt.core.parts import SourceTensor
 from paddle_dist_ckpt.planning import recipe_parts
 from paddle_dist_ckpt.planning.recipe_parts import FilledRecipe, Made, PartMaker, RecipeError, make_parts
 from paddle_dist_ckpt.recipes import stored_keys
+from test.pace import slowness
 
 SHAPE = (12, 4)
 DEEP = 5000
@@ -43,10 +44,10 @@ def values_of(made: Made) -> np.ndarray:
 
 @pytest.fixture
 def quick() -> Any:
-    """Fails what takes more than a second of this process."""
+    """Fails what takes more than a second of this process, on the usual machine."""
     begin = time.process_time()
     yield
-    assert time.process_time() - begin < 1
+    assert time.process_time() - begin < slowness()
 
 
 @pytest.mark.usefixtures("quick")
