@@ -192,13 +192,14 @@ class Answering:
         left = [path for place, path in enumerate(self._metadata.table.paths) if place not in tensors]
         return left + [path for path, _ in self._metadata.value_records if path not in values]
 
-    def nothing_asked(self) -> dict[str, int]:
+    def nothing_asked(self, tensors_of_ranks: Sequence[str]) -> dict[str, int]:
         """Containers of which a rank's state_dict has no tensors and no rank asks for one, by flat key: how many the
-        checkpoint has there."""
+        checkpoint has there. The paths of all tensors in ranks' state_dicts are given."""
         found, asked = {}, self.asked if self.without_tensors else set()
         for path in sorted(self.without_tensors):
             tensors = [stored for stored in self._below(path) if not self._is_value(stored) and not is_own(stored)]
-            if tensors and asked.isdisjoint(tensors):
+            has_some = any(tensor.startswith(f"{path}/") for tensor in tensors_of_ranks)
+            if tensors and not has_some and asked.isdisjoint(tensors):
                 found[plain_key(path)] = len(tensors)
         return found
 

@@ -94,11 +94,12 @@ class MismatchCheck:
         """What is to be said of parts of the state_dict that ask for nothing, though something is stored there."""
         if not any(one.tensors or one.values or one.kept or one.moved for one in self.wanted):
             return ["the state_dict has no entries, so nothing is loaded"] if self.metadata.table.paths else []
+        tensors = [path for one in self.wanted for path in (*one.tensors, *one.others)]
         return [
             f"{key or 'the state_dict'} has no tensors, so none of the {count} that are stored there are loaded; an "
             "optimizer's state_dict() is empty before its first step: pass the optimizer itself, beside its model, or "
             "nothing for one without a state, such as SGD"
-            for key, count in self.answering.nothing_asked().items()
+            for key, count in self.answering.nothing_asked(tensors).items()
         ]
 
     def _advice(

@@ -167,6 +167,15 @@ def test_an_optimizer_that_has_not_stepped_is_told(optimizer: Any, tmp_path: Pat
     assert "pass the optimizer itself, beside its model" in text
 
 
+def test_an_optimizer_is_not_called_empty_if_its_entries_are_called_otherwise_in_the_checkpoint(tmp_path: Path) -> None:
+    save_alone({"optimizer": state("", {"weight/moment1_0": (3, 2)})}, tmp_path)
+    scheduler = {"LR_Scheduler": {"last_epoch": 0}}
+    full = {"optimizer": {**state("", {"weight.moment1": (3, 2)}), **scheduler}}
+    for ranks in ([full], [full, {"optimizer": scheduler}]):
+        for error in errors_of(try_load(ranks, tmp_path), StateDictMismatchError):
+            assert "has no tensors" not in str(error)
+
+
 @pytest.mark.parametrize("target", [{}, {"optimizer": {}}])
 def test_a_state_that_asks_for_nothing_is_told(target: Any, tmp_path: Path, caplog: Any) -> None:
     assert len(warnings_of(MOMENTS, target, tmp_path, caplog)) == 1
