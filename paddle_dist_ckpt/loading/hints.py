@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from ..core.cached import cached_property
@@ -18,7 +18,7 @@ from ..core.shards import Kind
 from ..core.text import MOST_KEY
 from ..files.metadata import Metadata
 from ..tree.names import may_be_optimizers
-from ..tree.paths import is_own
+from ..tree.paths import is_own, plain_key
 
 __all__ = ["Hint", "Hints"]
 
@@ -100,6 +100,37 @@ class Hints:
             f"LoadOptions(key_map=lambda key: key.replace({surplus + '.'!r}, '', 1))"
         )
 
+    def advice_on_containers(self) -> str:
+        """What to do if whole containers have other names in the checkpoint, and the same keys below."""
+        found = self._renamed_containers()
+        if not found:
+            return ""
+        wanted, stored = next(iter(found.items()))
+        return f"what is below {wanted!r} is stored below {stored!r}: pass LoadOptions(key_map={found!r})"
+
+    def _renamed_containers(self) -> dict[str, str]:
+        """Which stored container may be meant by each that is missing altogether: the only one below which are the same
+        keys. With these also that of an optimizer, whose entries may be called otherwise in each run."""
+        stored = _by_container(pair for key, path in self._stored.items() if (pair := _nested_parts(key, path)))
+        wanted = _by_container(key.split(".", 1) for key in self._wanted if "." in key)
+        missing = {
+            name: rests
+            for name, rests in sorted(wanted.items())
+            if len(rests) > 1 and name not in stored and not any(f"{name}.{rest}" in self._stored for rest in rests)
+        }
+        left = {
+            name: rests for name, rests in stored.items() if not any(f"{name}.{rest}" in self._wanted for rest in rests)
+        }
+        alike = {name: [other for other in left if left[other] == rests] for name, rests in missing.items()}
+        found = {name: others[0] for name, others in alike.items() if len(others) == 1}
+        if len(set(found.values())) < len(found):
+            return {}
+        optimizers = [name for name in missing if name not in found and _has_optimizers(missing[name])]
+        theirs = [name for name in left if name not in found.values() and _has_optimizers(left[name])]
+        if found and len(optimizers) == len(theirs) == 1:
+            found[optimizers[0]] = theirs[0]
+        return found
+
     def _are_all_moved(self, key: str, stored: str) -> bool:
         """Whether all that is missing differs by the same, so that it is a container; of entries of an optimizer alone
         only one that is before all can be."""
@@ -180,6 +211,24 @@ class Hints:
         if alike < _LEAST_LIKE or re.findall(r"\d+", ours) != re.findall(r"\d+", theirs):
             return 0.0
         return 1 - (1 - alike) * (len(ours) + len(theirs)) / total
+
+
+def _nested_parts(key: str, path: str) -> list[str] | None:
+    """The flat key of the outermost container in which a stored entry is, and the rest of its own; None if in none."""
+    first, _, inside = path[1:].partition("/")
+    name = plain_key(f"/{first}")
+    return [name, key[len(name) + 1 :]] if inside and key.startswith(f"{name}.") else None
+
+
+def _by_container(pairs: Iterable[list[str]]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for name, rest in pairs:
+        found.setdefault(name, set()).add(rest)
+    return found
+
+
+def _has_optimizers(rests: Iterable[str]) -> bool:
+    return any(may_be_optimizers(f"/{rest}") for rest in rests)
 
 
 def _may_be_meant(key: str) -> bool:

@@ -129,6 +129,8 @@ class MismatchCheck:
         yield from self._advice_on_names({parameter for parameter in missing if parameter is not None})
         if any(MEANT in line for line in lines) and (hint := self.answering.hints.advice()):
             yield hint
+        if self.options.key_map is None and any(MISSING in line for line in lines):
+            yield from filter(None, [self.answering.hints.advice_on_containers()])
         yield from self.empty_texts()
 
     def _advice_on_names(self, parameters: Set[str]) -> list[str]:

@@ -75,6 +75,45 @@ def test_the_advice_on_containers_works(tmp_path: Path) -> None:
     assert load_alone(blocks("_layers."), tmp_path / "b", options=options).unused_keys == ()
 
 
+RENAMED: dict[str, tuple[dict[Any, Any], dict[Any, Any], dict[str, str]]] = {
+    "model": ({"net": state(), "x": {"y": 1}}, {"model": state()}, {"model": "net"}),
+    "files": (
+        {
+            "m.pdparams": state(),
+            "m.pdopt": state("", {"linear_0.w_0_moment1_0": (3, 2), "linear_0.b_0_moment1_0": (2,)}),
+        },
+        {"model": state(), "optimizer": state("", {"weight.moment1": (3, 2), "bias.moment1": (2,)})},
+        {"model": "m.pdparams", "optimizer": "m.pdopt"},
+    ),
+    "of layers": ({"net": blocks(), "ema": blocks(count=2)}, {"model": blocks()}, {"model": "net"}),
+}
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_containers_of_other_names_are_found(name: str, tmp_path: Path) -> None:
+    saved, target, key_map = RENAMED[name]
+    assert message(saved, target, tmp_path).endswith(f"pass LoadOptions(key_map={key_map}))")
+    load_alone({"model": target["model"]}, tmp_path, options=LoadOptions(key_map={"model": key_map["model"]}))
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [
+        ({"a": state(), "b": state()}, {"model": state()}),
+        ({"a": state()}, {"model": state(), "ema": state()}),
+        ({"a": state("c.")}, {"model": state()}),
+        ({"a": {**state(), "more": np.zeros(1)}}, {"model": state()}),
+        ({"a": state()}, {"a": state(), "model": state()}),
+        (state("a."), state("model.")),
+        ({"a": {"w": np.zeros(1)}}, {"model": {"w": np.zeros(1)}}),
+    ],
+)
+def test_a_container_of_which_it_is_unsure_that_it_is_meant_is_not_offered(
+    saved: Any, target: Any, tmp_path: Path
+) -> None:
+    assert "is stored below" not in message(saved, target, tmp_path)
+
+
 SILENT: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
     "another shape": ({"model": state()}, {"weight": np.zeros((9, 9), "f4")}),
     "another layer, which is asked for": (blocks("m.", 2), blocks("m.", 3)),
