@@ -39,6 +39,10 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
         (["l.0.w^T -> l.0.v"], ["nothing asks for l.0.v"]),
         (["l.0.w -> t", "t^T -> u", "l.1.w -> l.0.w"], ["nothing asks for t", "nothing asks for u"]),
         (["l.$LAYER_ID.w -> l.$LAYER_ID.t", "l.0.t -> l.0.w"], []),
+        (
+            ["l.$LAYER_ID.w -> l.$LAYER_ID.t", "l.$LAYER_ID.t^T -> l.$LAYER_ID.w"],
+            ["nothing asks for l.0.t, l.1.t", "no stored tensor is like it"],
+        ),
         (["l.$LAYER_ID.w^T -> l.$LAYER_ID.w", "other -> _"], ["other is not stored"]),
         (["l.0.w -> t", "t^T -> u", "u -> l.0.w"], []),
         (["l.0.w -> x, l.0.w, axis=0", "l.0.w, x -> l.0.w, axis=0"], []),
