@@ -16,6 +16,7 @@ from ..files.metadata import Metadata
 from ..options import LoadOptions
 from ..planning.recipe_parts import WRONG_DTYPE
 from ..tree.names import parameter_of_run
+from ..tree.paths import plain_key
 from .answering import Answering
 from .key_map import matcher
 from .messages import Mismatch, WantedPaths
@@ -127,9 +128,11 @@ class MismatchCheck:
             yield "LoadOptions(allow_unused=[...]) leaves some entries out"
         missing = (parameter_of_run(problem.key) for problem in problems if MISSING in problem.text)
         yield from self._advice_on_names({parameter for parameter in missing if parameter is not None})
-        if any(MEANT in line for line in lines) and (hint := self.answering.hints.advice()):
+        made = {plain_key(path) for one in self.wanted for path in one.made}
+        lacking = [problem.text for problem in problems if MISSING in problem.text and problem.key not in made]
+        if any(MEANT in text for text in lacking) and (hint := self.answering.hints.advice()):
             yield hint
-        if self.options.key_map is None and any(MISSING in line for line in lines):
+        if lacking and self.options.key_map is None:
             yield from filter(None, [self.answering.hints.advice_on_containers()])
         yield from self.empty_texts()
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, StateDictMismatchError
+from paddle_dist_ckpt import LoadOptions, StateDictMismatchError, stored
 from test.jobs import errors_of, load_alone, load_on, save_alone, try_load
 
 LAYER = {"weight": (3, 2), "bias": (2,)}
@@ -64,6 +64,13 @@ def test_a_container_that_was_forgotten_is_found(name: str, tmp_path: Path) -> N
     text = message(saved, target, tmp_path)
     assert line.replace("*", "the state_dict has a tensor, in the checkpoint it is missing;") in text.splitlines()
     assert advice in text.splitlines()[-1]
+
+
+def test_what_a_recipe_lacks_is_none_of_a_container(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"recipes": {"weight": stored("model.wieght")}, "key_map": lambda key: f"model.{key}"}
+    text = message({"model": state()}, state(), tmp_path, **options)
+    assert "it is made of model.wieght, which in the checkpoint is missing; is 'model.weight' meant?" in text
+    assert text.endswith("(LoadOptions(strict=False) loads what fits)")
 
 
 def test_the_advice_on_containers_works(tmp_path: Path) -> None:
