@@ -196,6 +196,13 @@ def test_a_cast_is_not_advised_where_it_was_asked_for(tmp_path: Path) -> None:
     assert "LoadOptions(cast=True)" not in text
 
 
+@pytest.mark.parametrize("recipes", [None, {"w": stored("w")}], ids=["as it is", "recipe"])
+def test_a_cast_is_advised_only_where_it_is_done(tmp_path: Path, recipes: Any) -> None:
+    advice = "LoadOptions(cast=True) converts dtypes"
+    assert advice in message({"w": np.zeros(3, "f4")}, {"w": np.zeros(3, "f2")}, tmp_path / "a", recipes=recipes)
+    assert advice not in message({"w": np.zeros(3, "f4")}, {"w": np.zeros(3, "i4")}, tmp_path / "b", recipes=recipes)
+
+
 def warnings_of(saved: dict[Any, Any], target: dict[Any, Any], folder: Path, caplog: Any, **options: Any) -> list[str]:
     save_alone(saved, folder)
     with caplog.at_level(logging.WARNING, "paddle_dist_ckpt"):
