@@ -30,6 +30,7 @@ __all__ = ["NOT_YET", "MismatchCheck", "some_of"]
 NOT_YET = "the object there, whose class has its own state_dict(), has no such entry"
 _DTYPE = rf"(?:{'|'.join(DTYPES)})\b"
 _DTYPES = re.compile(rf"{WRONG_DTYPE} (?P<wanted>{_DTYPE}), (?:the checkpoint|its recipe makes) (?P<stored>{_DTYPE})")
+_TRANSPOSED = re.compile(r"the target has shape \[(\d+), (\d+)\], the checkpoint \[\2, \1\]")
 _MOST = 5  # statements, or keys of a key_map, in a warning
 _MOST_LINES = 100  # problems in an error's text
 
@@ -123,6 +124,7 @@ class MismatchCheck:
             )
         if not self.options.cast and any(map(_is_castable, lines)):
             yield "LoadOptions(cast=True) converts dtypes"
+        yield from self._advice_on_transposed(problems)
         if any(NO_ENTRY in line or NOT_YET in line for line in lines):
             yield "tensors that an object makes later must be made before the load, to be in its state_dict()"
         for problem in problems:
@@ -139,6 +141,16 @@ class MismatchCheck:
         if lacking and self.options.key_map is None:
             yield from filter(None, [self.answering.hints.advice_on_containers()])
         yield from self.empty_texts()
+
+    def _advice_on_transposed(self, problems: Sequence[Mismatch]) -> list[str]:
+        """How to load matrices of which the stored ones are the transposes, with the first of them for an example."""
+        transposed = [problem.key for problem in problems if _TRANSPOSED.search(problem.text)]
+        moved = {plain_key(path): key for one in self.wanted for path, key in one.moved.items()} if transposed else {}
+        for key in transposed:
+            stored = moved.get(key, key)
+            if stored in self.metadata.flat_mapping:
+                return [f"LoadOptions(recipes={{{key!r}: stored({stored!r}).T}}) transposes what is stored"]
+        return []
 
     def _advice_on_names(self, parameters: Set[str]) -> list[str]:
         """What to do about names of a run that are not there, by the parameters that are meant."""

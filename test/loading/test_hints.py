@@ -203,6 +203,16 @@ def test_a_cast_is_advised_only_where_it_is_done(tmp_path: Path, recipes: Any) -
     assert advice not in message({"w": np.zeros(3, "f4")}, {"w": np.zeros(3, "i4")}, tmp_path / "b", recipes=recipes)
 
 
+def test_a_matrix_that_is_stored_transposed_is_told_with_its_recipe(tmp_path: Path) -> None:
+    layer, other = state("fc."), {"fc.weight": np.zeros((2, 3), "f4")}
+    text = message({"net": layer}, {"model": other}, tmp_path / "a", key_map={"model": "net"})
+    recipes = {"model.fc.weight": stored("net.fc.weight").T}
+    assert "; LoadOptions(recipes={'model.fc.weight': stored('net.fc.weight').T}) transposes what is stored)" in text
+    load_alone({"model": other}, tmp_path / "a", options=LoadOptions(recipes=recipes))
+    for shape in ((2, 4), (3, 2, 1), (2, 3, 1)):
+        assert "recipes" not in message(layer, {"fc.weight": np.zeros(shape, "f4")}, tmp_path / str(shape))
+
+
 def warnings_of(saved: dict[Any, Any], target: dict[Any, Any], folder: Path, caplog: Any, **options: Any) -> list[str]:
     save_alone(saved, folder)
     with caplog.at_level(logging.WARNING, "paddle_dist_ckpt"):
