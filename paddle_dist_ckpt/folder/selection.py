@@ -52,6 +52,7 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
     if not chosen and (paths or prefix is not None):
         raise CheckpointNotFoundError(
             f"no key of checkpoint {metadata.unique_id} is below the prefix {prefix!r}; {_examples(metadata, paths)}"
+            f"{_hint_at_keys(metadata, prefix)}"
         )
     if keys is not None:
         matched = _matching({metadata.key(path): path for path in chosen}, keys)
@@ -104,6 +105,14 @@ def unread(metadata: Metadata, selection: Selection) -> dict[str, str]:
 
 def _examples(metadata: Metadata, paths: Sequence[str]) -> str:
     return "there are, for example: " + (", ".join(metadata.key(path) for path in paths[:5]) or "none")
+
+
+def _hint_at_keys(metadata: Metadata, prefix: str | None) -> str:
+    """What to do if keys have a prefix that are not nested, as in files of Hugging Face."""
+    pattern = f"{prefix}.*"
+    if not any(metadata.key(path).startswith(pattern[:-1]) for path in metadata.paths):
+        return ""
+    return f"; they are not nested, so keys=[{pattern!r}] selects them, or --key {pattern!r} of a command"
 
 
 def _matching(paths: dict[str, str], keys: Collection[str]) -> dict[str, set[str]]:

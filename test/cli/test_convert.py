@@ -12,7 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from paddle_dist_ckpt import list_checkpoints, verify
 from test.cli.commands import answer, fails, run, save_model
@@ -82,6 +82,17 @@ def test_wrong_use(tmp_path: Path, arguments: list[str], text: str) -> None:
     save_model(tmp_path / "ckpt", ARRAYS)
     assert text in fails("convert", tmp_path / "ckpt", tmp_path / "out", *arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_a_prefix_of_keys_that_are_not_nested_is_told_with_the_pattern_that_selects_them(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file(
+        {"model.embed.weight": ARRAYS["weight"], "head.weight": ARRAYS["weight"]}, tmp_path / "hf" / "model.safetensors"
+    )
+    to = ("convert", tmp_path / "hf", tmp_path / "out", "--to", "native")
+    assert "keys=['model.*'] selects them, or --key 'model.*' of a command" in fails(*to, "--prefix", "model")
+    assert "selects them" not in fails(*to, "--prefix", "modle")
+    assert answer(*to, "--key", "model.*")["tensors"] == 1
 
 
 def test_a_place_that_is_taken(tmp_path: Path) -> None:
