@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from ..core.text import encodable
 from ..files.names import metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
-from ..readers.others import LOOK, what_it_is
+from ..readers.others import LOOK, left_by_download, what_it_is
 from ..storage.base import Storage
 from ..storage.capabilities import has_folders
 from .catalogs import foreign_ids
@@ -138,11 +138,12 @@ def _is_there(storage: Storage, name: str) -> bool:
 
 
 def _kind_of(storage: Storage, name: str, alone: bool) -> str | None:
-    """What a file is that is not read, if that is known."""
+    """What a file is that is not read, or what a download has left in its place, if that is known."""
     if not alone and not name.endswith(_NOT_READ):
         return None
     with suppress(OSError):
-        return what_it_is(storage.read(name, LOOK))
+        start = storage.read(name, LOOK)
+        return left_by_download(start) or what_it_is(start)
     return None
 
 

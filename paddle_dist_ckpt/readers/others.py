@@ -1,10 +1,14 @@
-"""Recognises files that are whole, but of formats that are not read, so that messages can say what they are."""
+"""Recognises files that are of formats that are not read, or that a download left, so that messages can say it."""
 
 from __future__ import annotations
 
-__all__ = ["LOOK", "is_safetensors", "what_it_is"]
+from ..errors import CheckpointCorruptedError
+
+__all__ = ["LOOK", "check_downloaded", "is_safetensors", "left_by_download", "what_it_is"]
 
 LOOK = 64  # bytes of a file's beginning that tell
+_LFS = b"version https://git-lfs.github.com/spec/"
+_HTML = (b"<!doctype html", b"<html")
 _ZIP = b"PK\3\4"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # a pickle of the number that torch.save wrote until 1.5
 
@@ -21,6 +25,28 @@ def what_it_is(start: bytes) -> str | None:
             "read: load it with Paddle, and save a state_dict with paddle.save"
         )
     return None
+
+
+def left_by_download(start: bytes) -> str | None:
+    """What a file that begins so is, if it is none but what a download has left in its place; else None."""
+    if not start:
+        return "empty; download or copy it again"
+    if start.startswith(_LFS):
+        return "only Git LFS's pointer to what it should hold; call git lfs pull, or download the file itself"
+    if start.lstrip().lower().startswith(_HTML):
+        return "a page of HTML, as servers send in place of a file; download it again"
+    return None
+
+
+def check_downloaded(name: str, start: bytes) -> None:
+    """See that a file that cannot be read, and begins so, is not what a download has left in its place.
+
+    Raises:
+        CheckpointCorruptedError: it is.
+    """
+    left = left_by_download(start)
+    if left is not None:
+        raise CheckpointCorruptedError(f"{name}: it is {left}")
 
 
 def is_safetensors(start: bytes) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
+from .others import LOOK, check_downloaded
 from .pickle_machine import ENDURED, NOTHING, Machine, Recurring, Refused, filled, steps_of_text
 from .window import FileWindow
 
@@ -49,14 +50,21 @@ def walk(window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[A
     try:
         return _run(Machine(window, allowed, persistent))
     except CheckpointError:
+        _check_downloaded(window, start)
         raise
     except Refused as refused:
         raise UnsupportedValueError(f"{name}: {refused}") from refused
     except (*ENDURED, struct.error) as error:
+        _check_downloaded(window, start)
         kind, at = type(error).__name__, max(start, window.position - 1)
         raise CheckpointCorruptedError(
             f"{name}: no pickle, or a damaged one, at byte {at} ({kind}: {str(error)[:200]})"
         ) from error
+
+
+def _check_downloaded(window: FileWindow, start: int) -> None:
+    if start == 0:
+        check_downloaded(window.file.name, window.file.read(0, min(LOOK, window.file.size)))
 
 
 def _run(machine: Machine) -> Any:

@@ -12,7 +12,7 @@ from ..core.dtypes import DTYPES, DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..tree.values import DECODE_ERRORS
 from .checks import Named, check_shape, shown
-from .others import LOOK, what_it_is
+from .others import LOOK, check_downloaded, what_it_is
 from .window import WindowedFile
 
 __all__ = ["HeaderEntry", "SafetensorsHeader", "member_count", "read_safetensors_header", "spend_on_json"]
@@ -122,6 +122,7 @@ def _text(file: WindowedFile) -> bytes | bytearray:
     start = file.read(0, min(file.size, _FIRST_READ))
     nbytes = int.from_bytes(start[:8], "little")
     if len(start) < 8 or not 2 <= nbytes <= min(_MOST_BYTES, file.size - 8):
+        check_downloaded(file.name, start[:LOOK])
         kind = what_it_is(start[:LOOK])
         if kind is not None:
             raise UnsupportedValueError(f"{file.name} is {kind}")

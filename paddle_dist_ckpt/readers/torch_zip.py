@@ -15,6 +15,7 @@ from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import Storage
 from .budget import Budget
 from .checks import shown
+from .others import LOOK, check_downloaded
 from .window import WindowedFile
 
 __all__ = ["AheadFile", "TorchZip", "ZipMember"]
@@ -86,6 +87,7 @@ class TorchZip:
     def __init__(self, file: AheadFile, start: int, stop: int, most: int) -> None:
         self.file, self.start, self.stop = file, start, stop
         if not 0 <= start <= stop - _END.size <= file.size - _END.size:
+            check_downloaded(file.name, file.read(0, min(LOOK, file.size)))
             raise self._damaged(f"the file has {file.size} bytes")
         file.read(start, min(_HEAD, stop - start))  # what comes before the data: one look in a remote storage
         at, nbytes, count = self._directory()

@@ -40,6 +40,7 @@ from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.storage.local import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks, shard_array
 from test.jobs import Counter, another_host, errors_of, load_alone, load_whole, save_alone, try_load, try_save
+from test.readers.golden import GOLDEN
 
 
 @pytest.mark.parametrize("path", ["", "s3://bucket/folder", "a\0b"])
@@ -134,6 +135,29 @@ def test_files_of_another_format_than_their_name_says(name: str, content: bytes,
         read_metadata(tmp_path)
     (tmp_path / name).write_bytes(bytes(100))
     with pytest.raises(CheckpointCorruptedError, match=name):
+        read_metadata(tmp_path)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+PAGE = b"\n<!DOCTYPE html>\n<html><body>404</body></html>" * 20
+
+
+@pytest.mark.parametrize(
+    "name", ["model.pdparams", "model.safetensors", "0_0.distcp", "__0_0.distcp", "pytorch_model.bin"]
+)
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [(b"", "empty; download"), (POINTER, "only Git LFS's pointer to"), (PAGE, "a page of HTML, as servers")],
+    ids=["empty", "pointer", "page"],
+)
+def test_what_a_download_has_left_in_the_place_of_a_file_is_called_what_it_is(
+    name: str, content: bytes, kind: str, tmp_path: Path
+) -> None:
+    if name.endswith(".distcp"):
+        golden = GOLDEN / ("torch-dcp-2.13" if name.startswith("__") else "paddle-3.3.1")
+        shutil.copytree(golden, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((CheckpointCorruptedError, CheckpointNotFoundError), match=f"{name}(: it)? is {kind}"):
         read_metadata(tmp_path)
 
 
