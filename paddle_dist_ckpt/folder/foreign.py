@@ -14,7 +14,7 @@ from ..files.codec import HEAD_START, MAX_HEAD_BYTES
 from ..storage.base import Storage
 from ..storage.capabilities import is_part
 
-__all__ = ["Format", "foreign_id", "look", "part_text"]
+__all__ = ["Format", "foreign_id", "is_beside_paddles", "look", "part_text"]
 
 _PIECE = 16 << 20
 _PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -75,6 +75,11 @@ def foreign_id(name: str) -> int | None:
     """The id in the name of a data file that Paddle's own functions write, None for any other name."""
     match = _FOREIGN.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def is_beside_paddles(names: Collection[str], unique_id: int | None) -> bool:
+    """Whether among these names are data files of Paddle's of an id, of a kind that this library does not write."""
+    return any(name.endswith(".distcp") and foreign_id(name) == unique_id for name in names)
 
 
 def part_text(storage: Storage, names: Collection[str]) -> str | None:

@@ -9,7 +9,7 @@ from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFou
 from ..files.codec import Note, decode_head, decode_note
 from ..files.names import MOST_IDS, metadata_id, metadata_name
 from ..storage.base import Storage
-from .foreign import Format, foreign_id, look
+from .foreign import Format, foreign_id, is_beside_paddles, look
 
 __all__ = [
     "committed_ids",
@@ -56,8 +56,14 @@ def _ours(storage: Storage, name: str, whole: bool) -> bytes | None:
     """What a `.metadata` file begins with, or holds; None if it is gone, or of a format known to share the folder."""
     found, data = look(storage, name, whole)
     if found is Format.UNKNOWN:
+        begins = f"it starts with {data[:16]!r}"
+        if is_beside_paddles(storage.names(), metadata_id(name)):
+            raise CheckpointCorruptedError(
+                f"{storage.location}/{name} is neither Paddle's .metadata, whose data files are beside it, nor one of "
+                f"paddle_dist_ckpt ({begins}): copy it here again"
+            )
         raise CheckpointCorruptedError(
-            f"{storage.location}/{name} is no paddle_dist_ckpt .metadata file (it starts with {data[:16]!r}); if it "
+            f"{storage.location}/{name} is no paddle_dist_ckpt .metadata file ({begins}); if it "
             "was damaged, rebuild_metadata can make it again; to load an older checkpoint, give its unique_id"
         )
     return data if found is Format.OURS else None

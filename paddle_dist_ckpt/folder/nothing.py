@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from ..core.messages import counted
 from ..core.text import encodable
 from ..files.names import metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..readers.others import LOOK, left_by_download, what_it_is
 from ..storage.base import Storage
 from ..storage.capabilities import has_folders
 from .catalogs import foreign_ids
+from .foreign import foreign_id
 from .ids import committed_ids
 
 __all__ = ["listed_ids", "managers_text", "nothing_text", "steps_text"]
@@ -28,6 +30,7 @@ _OF_TRAINERS = (
     ".metadata",
     "0.metadata",
 )
+_OF_OTHERS = ".distcp"  # which says nothing of itself
 _NOT_READ = (".bin", ".pt", ".pth", ".ckpt", ".pdiparams")
 _MOST_LOOKS = 100  # into folders of steps
 
@@ -108,6 +111,12 @@ def _what_is_there(storage: Storage, names: Sequence[str]) -> Iterator[str]:
         return
     if any(parse_claim(name) is not None for name in names):
         yield "somebody is saving to it or deleting there, or has not come to an end"
+        return
+    if theirs := [name for name in names if name.endswith(_OF_OTHERS)]:
+        number = foreign_id(theirs[0])
+        which = ".metadata" if number is None else metadata_name(number)
+        found = f"it has {counted(len(theirs), 'data file')} of another format, such as {encodable(theirs[0])}"
+        yield f"{found}, but no {which}: copy it here too"
         return
     kinds = [(name, kind) for name in names if (kind := _kind_of(storage, name, len(names) == 1)) is not None]
     if kinds:

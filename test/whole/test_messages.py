@@ -161,6 +161,26 @@ def test_what_a_download_has_left_in_the_place_of_a_file_is_called_what_it_is(
         read_metadata(tmp_path)
 
 
+@pytest.mark.parametrize(("name", "which"), [("paddle-3.3.1", "0.metadata"), ("torch-dcp-2.13", ".metadata")])
+def test_data_files_of_others_are_told_whose_metadata_is_missing(name: str, which: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / name, tmp_path / "a")
+    (tmp_path / "a" / which).unlink()
+    first = min((tmp_path / "a").glob("*.distcp")).name
+    text = f"holds no committed checkpoint; it has 2 data files of another format, such as {first}, but no {which}: "
+    with pytest.raises(CheckpointNotFoundError, match=re.escape(text)):
+        read_metadata(tmp_path / "a")
+
+
+def test_no_rebuild_is_advised_for_what_paddle_wrote(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "paddle-3.3.1", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "0.metadata").write_bytes(b"")
+    with pytest.raises(CheckpointCorruptedError, match=r"/0\.metadata is neither Paddle's .*: copy it here again$"):
+        read_metadata(tmp_path)
+    (tmp_path / "1.metadata").write_bytes(b"")
+    with pytest.raises(CheckpointCorruptedError, match=r"/1\.metadata is no paddle.* rebuild_metadata can"):
+        read_metadata(tmp_path)
+
+
 def test_the_ids_that_there_are_are_named(tmp_path: Path) -> None:
     for unique_id in (3, 5):
         save_alone({"n": 1}, tmp_path, unique_id)
