@@ -14,7 +14,7 @@ import xxhash
 from ..core.garbage import no_collections
 from ..core.layouts import shared_layouts
 from ..core.shards import Kind, ShardTable
-from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
+from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, UnsupportedValueError
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import is_ours, metadata_id
 from ..readers import READERS
@@ -72,22 +72,28 @@ def read_foreign(storage: Storage, unique_id: int | None) -> Metadata | None:
                 titles = ", ".join(other.title for other, _ in seen)
                 _logger.warning("%s holds several formats: %s; %s is taken", storage.location, titles, reader.title)
             number = ids[-1] if unique_id is None else unique_id
-            with _only_our_errors(f"{storage.location}: {reader.title}"), no_collections():
+            with _only_our_errors(storage.location, reader.title), no_collections():
                 return _as_metadata(reader.read(storage, names, number), reader.title)
     return None
 
 
 @contextmanager
-def _only_our_errors(where: str) -> Iterator[None]:
-    """A block in which whatever a file's contents bring about says that the file is damaged.
+def _only_our_errors(folder: str, title: str) -> Iterator[None]:
+    """A block in which whatever a file's contents bring about says that the file is damaged, and in which folder.
 
-    Readers check what they read. This is for what nobody has thought of.
+    Readers check what they read, and name the file. This is for what nobody has thought of as well.
 
     Raises:
-        CheckpointCorruptedError: anything was raised but errors of this library and of the storage.
+        CheckpointCorruptedError: anything was raised but other errors of this library and of the storage.
+        UnsupportedValueError: it was raised.
     """
+    where = f"{folder}: {title}"
     try:
         yield
+    except (CheckpointCorruptedError, UnsupportedValueError) as error:
+        if folder in str(error):
+            raise
+        raise type(error)(f"{folder}: {error}") from error
     except (CheckpointError, OSError):
         raise
     except MemoryError as error:

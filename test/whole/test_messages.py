@@ -131,10 +131,15 @@ def test_files_that_are_not_read_are_called_what_they_are(name: str, content: by
 @pytest.mark.parametrize("content", [OF_TORCH, OLD_OF_TORCH, BINARY])
 def test_files_of_another_format_than_their_name_says(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UnsupportedValueError, match=f"^{name} is (a zip file|a file of torch.save|in Paddle's binary)"):
+    kinds = "a zip file|a file of torch.save|in Paddle's binary"
+    with pytest.raises(UnsupportedValueError, match=f"^{re.escape(str(tmp_path))}: {name} is ({kinds})"):
         read_metadata(tmp_path)
     (tmp_path / name).write_bytes(bytes(100))
-    with pytest.raises(CheckpointCorruptedError, match=name):
+    with pytest.raises(CheckpointCorruptedError, match=f"^{re.escape(str(tmp_path))}: {name}"):
+        read_metadata(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointCorruptedError, match=f"^{re.escape(str(tmp_path))}/{name}: "):
         read_metadata(tmp_path)
 
 
