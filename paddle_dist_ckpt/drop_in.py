@@ -335,7 +335,7 @@ def _why_unknown(ranks: Ranks, options: LoadOptions, path: Any, unique_id: int |
             reason = None  # the load says what is wrong
         return dict.fromkeys(asked, (reason or "").encode(errors="backslashreplace"))
 
-    with ranks.hub.session("load_state_dict, which asks who can read it", options.timeout) as session:
+    with ranks.session("load_state_dict, which asks who can read it", options.timeout) as made, made as session:
         return session.gather_scatter("look", lambda: b"", decide).decode() or None
 
 
@@ -353,7 +353,7 @@ def _with_statements(options: LoadOptions, aoa_config: Any) -> LoadOptions:
 
 def _refuse(ranks: Ranks, options: LoadOptions, error: Exception, kind: str = "load_state_dict") -> NoReturn:
     """Raise on all ranks, on those that did not ask for it as well; ``kind`` is what their session is called."""
-    with ranks.hub.session(kind, options.timeout):
+    with ranks.session(kind, options.timeout) as made, made:
         raise error
 
 

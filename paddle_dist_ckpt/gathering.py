@@ -127,7 +127,7 @@ def _gather(
     from .paddle_adapter.frozen import without_frozen
 
     reading = LoadOptions(timeout=options.timeout, exchange="always", progress=options.progress, separate_folders=True)
-    with ranks.hub.session("gather_state_dict", options.timeout) as session:
+    with ranks.session("gather_state_dict", options.timeout) as made, made as session:
         check_bool("offload", offload)
         receiver = _agree(session, receiver, frozen)
         adapter = PaddleAdapter(ranks.rank)
@@ -154,7 +154,7 @@ def _scatter(
     from .paddle_adapter.frozen import without_frozen
 
     reading = dataclasses.replace(options, exchange="always", separate_folders=True)
-    with ranks.hub.session("scatter_state_dict", options.timeout) as session:
+    with ranks.session("scatter_state_dict", options.timeout) as made, made as session:
         sender = _agree(session, sender, frozen)
         adapter = PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes))
 

@@ -61,7 +61,8 @@ def _hidden_folder(ranks: Ranks, request: ExportRequest, options: SaveOptions) -
 
     try:
         with (
-            ranks.hub.session("export_state_dict", options.timeout) as session,
+            ranks.session("export_state_dict", options.timeout) as opened,
+            opened as session,
             bounded_folders(options.progress_timeout, ranks.rank) as folders,
         ):
             hidden = session.gather_scatter("place", lambda: b"", place).decode()
@@ -116,7 +117,8 @@ def _read_together(
         return dict.fromkeys(messages, b"")
 
     with (
-        ranks.hub.session("merge_sharded_state_dict", options.timeout) as session,
+        ranks.session("merge_sharded_state_dict", options.timeout) as made,
+        made as session,
         bounded_folders(options.progress_timeout, ranks.rank) as folders,
     ):
         session.gather_scatter("read", read, check)

@@ -112,10 +112,10 @@ def save_with(
         kind: What the session is called.
     """
     kind = f"{kind}(async_save=True)" if in_background else kind
-    ticket = Ticket()
+    ticket, made = Ticket(), ranks.hub.session(kind, options.timeout)
     try:
         with ExitStack() as opened:
-            session = opened.enter_context(ranks.hub.session(kind, options.timeout))
+            session = opened.enter_context(made)
             unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
             check_bool("async_save", in_background)
             state_dict, adapter = find()
@@ -125,8 +125,10 @@ def save_with(
             context = SaveContext(storage, session, ranks.transport, adapter, memory, replace_newest, ticket)
             return save(state_dict, opened, context, unique_id, options, in_background, after)
     finally:
-        # An interrupt may have kept the block from ending what it had begun. Calls nothing, so that none comes between.
-        ticket.over = ticket.over or not ticket.goes_on
+        # An interrupt may have kept the block from ending what it had begun: see Turn, and Ending.
+        ticket.over = ticket.over or not ticket.goes_on  # first, as it calls nothing, so that no other comes between
+        if not ticket.goes_on:
+            made.__exit__(*sys.exc_info())
 
 
 def snapshot_size(ranks: Ranks, find: Find, options: SaveOptions) -> int:
@@ -162,7 +164,7 @@ def load_with(
         threads: How many threads read; None for all that the host offers.
         is_part: Whether the caller logs what is loaded.
     """
-    with ranks.hub.session(kind, options.timeout) as session:
+    with ranks.session(kind, options.timeout) as made, made as session:
         unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
         check_bool("offload", offload)
         state_dict, adapter = find()
@@ -229,7 +231,8 @@ def load_whole(
 def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions) -> ExportReport:
     """Export a checkpoint together with other ranks. See :func:`paddle_dist_ckpt.export`."""
     with (
-        ranks.hub.session("export", options.timeout) as session,
+        ranks.session("export", options.timeout) as made,
+        made as session,
         source_of(path, options, ranks.rank) as storage,
         bounded_folders(options.progress_timeout, ranks.rank) as folders,
     ):

@@ -26,7 +26,7 @@ def joined(command: str) -> Iterator[ControlSession]:
     from ..wiring import members
 
     options = LoadOptions()
-    with members(None, options).hub.session(command, options.timeout) as session:
+    with members(None, options).session(command, options.timeout) as made, made as session:
         yield session
 
 

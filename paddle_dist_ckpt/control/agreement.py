@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from ..core.protocols import ControlHub
 from .board import Board
-from .session import BoardAppointments, Session
+from .session import BoardAppointments, Ending, Session
 from .wire import NAMED_COORDINATOR
 
 __all__ = ["AgreedHub", "RefusingHub"]
@@ -43,7 +43,8 @@ class AgreedHub:
             ValueError: they do not; says who named whom.
             CheckpointTimeoutError, RankFailureError: a rank did not come, or was lost.
         """
-        with self._meeting.session(f"{kind}{NAMED_COORDINATOR}{self._coordinator}", timeout) as meeting:
+        named = f"{kind}{NAMED_COORDINATOR}{self._coordinator}"
+        with Ending(self._meeting.session(named, timeout)) as made, made as meeting:
             doubtful = meeting.gather_scatter(
                 "coordinator_rank", lambda: b"", lambda asked: dict.fromkeys(asked, b"1" if meeting.doubtful else b"")
             )
@@ -90,7 +91,8 @@ class RefusingHub:
         Raises:
             ValueError: always.
         """
-        with self._meeting.session(f"{kind}{NAMED_COORDINATOR}{self._coordinator!r:.50}", timeout):
+        named = f"{kind}{NAMED_COORDINATOR}{self._coordinator!r:.50}"
+        with Ending(self._meeting.session(named, timeout)) as made, made:
             raise self._error
 
     def appointments(self, topic: str, timeout: float) -> NoReturn:

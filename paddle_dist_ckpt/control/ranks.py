@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ..core.memory import Bytes1D
 from ..core.protocols import ControlHub, Transfers, Transport
-from .session import check_payload, check_replies, check_topic
+from .session import Ending, check_payload, check_replies, check_topic
 from .verified import VerifiedTransfers
 
 __all__ = ["NoTransport", "Ranks", "SoloHub"]
@@ -137,6 +137,10 @@ class Ranks:
     host_transport: Transport
     memory: dict[str, Any] = field(default_factory=dict)
     count: int = 1
+
+    def session(self, kind: str, timeout: float) -> Ending:
+        """Make the hub's next session: ``with ranks.session(kind, timeout) as made, made as session``."""
+        return Ending(self.hub.session(kind, timeout))
 
     @classmethod
     def alone(cls, rank: int = 0) -> Ranks:

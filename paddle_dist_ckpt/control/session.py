@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from ..core.memory import Bytes1D
-from ..core.protocols import Operations, Transfers, Transport
+from ..core.protocols import ControlSession, Operations, Transfers, Transport
 from ..errors import CheckpointTimeoutError, CollectiveError
 from . import failures, wire
 from .member import MemberSession
@@ -20,7 +21,7 @@ from .wire import ErrorRecord
 if TYPE_CHECKING:
     from .board import Board
 
-__all__ = ["LONGEST_WAIT", "BoardAppointments", "Session", "check_payload", "check_replies", "check_topic"]
+__all__ = ["LONGEST_WAIT", "BoardAppointments", "Ending", "Session", "check_payload", "check_replies", "check_topic"]
 
 T = TypeVar("T")
 LONGEST_WAIT = 3600.0
@@ -66,10 +67,31 @@ def check_replies(replies: Mapping[int, bytes], ranks: tuple[int, ...]) -> Mappi
     return replies
 
 
+class Ending:
+    """What a session is opened in: ``with Ending(hub.session(kind, timeout)) as made, made as session``.
+
+    A signal's handler, that of Ctrl-C for one, may raise between two instructions of any function, those by which a
+    session is opened and closed too; and while it is open on one rank, the others wait for that. So whoever makes a
+    session closes it once more where its block has ended for sure.
+    """
+
+    def __init__(self, made: AbstractContextManager[ControlSession]) -> None:
+        self._made = made
+
+    def __enter__(self) -> AbstractContextManager[ControlSession]:
+        return self._made
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._made.__exit__(kind, error, traceback)
+
+
 class Session:
     """Implements :class:`paddle_dist_ckpt.core.protocols.ControlSession`.
 
-    A context manager: it opens on entry and closes on exit. If its body raises, the other ranks fail too.
+    A context manager: it opens on entry and closes on exit, which may be repeated. If its body raises, the other ranks
+    fail too.
     """
 
     def __init__(self, board: Board, kind: str, timeout: float) -> None:
@@ -78,6 +100,7 @@ class Session:
         self._kind = kind
         self._timeout = timeout
         self._transports: list[Transport] = []
+        self._is_open = False
 
     @property
     def doubtful(self) -> bool:
@@ -86,22 +109,18 @@ class Session:
     def __enter__(self) -> Session:
         with self._board.lock:
             self._member: MemberSession = self._board.number(self._kind, self._timeout)
-            try:
-                self._board.open(self._member)
-            except BaseException as error:  # such as an interrupt: the others must not wait for a rank that is not in
-                self.__exit__(type(error), error, None)
-                raise
+            self._is_open = True
+            self._board.open(self._member)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self._is_open:
+            return
         try:
             self._finish(error)
         finally:
-            try:
-                self._board.leave(self._member, succeeded=error is None)
-            except BaseException:  # an interrupt: while it counts as open here, the others wait
-                self._board.leave(self._member, succeeded=False)
-                raise
+            self._board.leave(self._member, succeeded=error is None)
+            self._is_open = False
 
     def _finish(self, error: BaseException | None) -> None:
         """Tell the others if this rank failed; let go of what must not be used any more."""

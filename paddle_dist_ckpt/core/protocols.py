@@ -136,7 +136,9 @@ class ControlHub(Protocol):
     """
 
     def session(self, kind: str, timeout: float) -> AbstractContextManager[ControlSession]:
-        """Open the next session.
+        """Make the next session, which is opened on entry and closed on exit.
+
+        On exit nothing is done if it is closed already, or was never entered: :class:`..control.session.Ending`.
 
         Args:
             kind: What is being done ("save", "load"); ranks that disagree all raise.

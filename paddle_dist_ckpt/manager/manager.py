@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from ..control.session import Ending
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..folder.delete import Deletion
@@ -114,7 +115,7 @@ class CheckpointManager:
             "save_interval_steps": save_interval_steps,
             "save_interval_seconds": save_interval_seconds,
         }
-        with self._session("CheckpointManager") as session:
+        with self._session("CheckpointManager") as made, made as session:
             folder = as_storage(root)
             if not isinstance(folder, LocalStorage):
                 raise TypeError(f"root must be a str or a PathLike, not {type(root).__name__}")
@@ -281,7 +282,7 @@ class CheckpointManager:
                     _logger.warning("%s: steps that were never committed are left for now: %s", self._root, error)
                     return {}
 
-        with self._folders() as opened, self._session("clear") as session:
+        with self._folders() as opened, self._session("clear") as made, made as session:
             remove_together(session, self._root, begin, opened)
 
     def _retain(self, step: int, session: ControlSession) -> None:
@@ -338,7 +339,7 @@ class CheckpointManager:
                     )
             return dict.fromkeys(messages, json.dumps(chosen).encode())
 
-        with self._session(what) as session:
+        with self._session(what) as made, made as session:
             return json.loads(session.gather_scatter(what, tell, answer))
 
     def _latest_seen(self) -> int | None:
@@ -460,8 +461,8 @@ class CheckpointManager:
                 raise
             _logger.exception("the save in the background failed as well")  # what the block raised comes first
 
-    def _session(self, what: str) -> Any:
-        return self._ranks.hub.session(what, self._options.timeout)
+    def _session(self, what: str) -> Ending:
+        return self._ranks.session(what, self._options.timeout)
 
 
 def _renew_lock_of(made: weakref.ref[CheckpointManager]) -> None:

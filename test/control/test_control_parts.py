@@ -32,6 +32,7 @@ from paddle_dist_ckpt.errors import (
     UnsupportedValueError,
 )
 from paddle_dist_ckpt.testing.in_process import InProcessWorld
+from test.rooms import PACKAGE
 
 RECORD = wire.ErrorRecord("OSError", "x", True, ("p",), (1,), ((2, wire.ErrorRecord("A", "b")),))
 
@@ -616,3 +617,10 @@ def test_what_no_rank_finds_keeps_its_type() -> None:
     assert failures.failure_of_ranks("load failed", {0: damage, 1: damage}, (0, 1)).type_name == "RankFailureError"
     inner = failures.record_of(RankFailureError("", {3: CheckpointError("x")}), failures.SHARED_IN_LOCAL)
     assert failures.failure_of_ranks("load failed", {0: inner, 1: inner}, (0, 1)).failures
+
+
+def test_sessions_are_opened_so_that_they_are_closed_for_sure() -> None:
+    """By ``Ranks.session`` everywhere; a save ends its own itself, unless it goes on in the background."""
+    parts = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("control", "testing")]
+    found = [path.name for path in parts for _ in range(path.read_text(encoding="utf-8").count("hub.session("))]
+    assert found == ["wiring.py"]

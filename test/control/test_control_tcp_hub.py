@@ -22,7 +22,7 @@ from paddle_dist_ckpt.control.bootstrap import Rendezvous, address_of
 from paddle_dist_ckpt.control.gate import Gate
 from paddle_dist_ckpt.control.introduction import Introduction
 from paddle_dist_ckpt.control.keys import PROTOCOL
-from paddle_dist_ckpt.control.session import Session
+from paddle_dist_ckpt.control.session import Ending
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, StateDictMismatchError
 from paddle_dist_ckpt.testing.hub_conformance.cases import AT_ONCE, LONG, SHORT, in_background, own_number
 from test.waiting import PATIENCE, until
@@ -739,7 +739,7 @@ def test_an_interrupt_of_opening_or_closing_makes_no_other_rank_wait(
     hub.post = interrupted  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(both, [hubs[1 - victim]])
-        with pytest.raises(KeyboardInterrupt), hub.session("save", LONG) as session:
+        with pytest.raises(KeyboardInterrupt), Ending(hub.session("save", LONG)) as made, made as session:
             session.gather_scatter("r", fail, lambda parts: dict.fromkeys(parts, b"x"))
         (outcome,) = other.result(AT_ONCE)
     assert isinstance(outcome, RankFailureError) or kind is wire.Bye
@@ -759,10 +759,11 @@ def test_no_interrupt_keeps_the_lock_or_leaves_a_session_open(hubs: list[TcpHub]
     def interrupt_at(call: int) -> Any:
         calls = itertools.count(1)
 
-        def trace(frame: FrameType, event: str, argument: object) -> None:
-            # The beginning of this one is the one moment that no code can guard.
-            if frame.f_code is not Session.__exit__.__code__ and next(calls) == call:
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            frame.f_trace_lines = False
+            if event != "exception" and next(calls) == call:
                 raise KeyboardInterrupt
+            return trace
 
         return trace
 
@@ -771,8 +772,10 @@ def test_no_interrupt_keeps_the_lock_or_leaves_a_session_open(hubs: list[TcpHub]
     previous = sys.gettrace()
     for call in itertools.count(1):
         try:
-            sys.settrace(interrupt_at(call))  # at the beginning of the n-th function, where Python looks for signals
-            with hubs[victim].session("save", LONG) as session:
+            sys.settrace(
+                interrupt_at(call)
+            )  # at the n-th beginning or end of a function: there Python looks for signals
+            with Ending(hubs[victim].session("save", LONG)) as made, made as session:
                 session.gather_scatter("r", lambda: b"", lambda parts: parts)
         except (KeyboardInterrupt, CheckpointError):
             pass
@@ -784,7 +787,7 @@ def test_no_interrupt_keeps_the_lock_or_leaves_a_session_open(hubs: list[TcpHub]
             assert pool.submit(hubs[victim].lock.acquire, timeout=AT_ONCE).result(), call
             pool.submit(hubs[victim].lock.release).result()
         assert not hubs[victim]._sessions, call
-    assert call > 5  # how many there are depends on what has come by then
+    assert call > 25  # how many there are depends on what has come by then
     over.set()
     hubs[1 - victim].close()
     other.join(AT_ONCE)

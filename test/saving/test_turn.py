@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from paddle_dist_ckpt import wiring
-from paddle_dist_ckpt.control.ranks import Ranks
+from paddle_dist_ckpt.control.ranks import NoTransport, Ranks
 from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.saving import save_memory
 from paddle_dist_ckpt.saving import turn as turn_module
 from paddle_dist_ckpt.saving.save_memory import SaveContext, SaveMemory
 from paddle_dist_ckpt.saving.turn import Ticket, Turn
-from paddle_dist_ckpt.testing import NumpyAdapter
+from paddle_dist_ckpt.testing import InProcessWorld, NumpyAdapter
 from test.waiting import PATIENCE
 
 
@@ -92,11 +92,12 @@ def test_a_forked_process_does_not_wait_for_what_goes_on_in_the_other() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_at_any_instruction_leaves_the_turn_to_the_next(
+def test_an_interrupt_at_any_instruction_leaves_the_turn_to_the_next_and_no_session_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Ctrl-C raises between two instructions, here before each one in turn of all that takes and gives back."""
-    ranks, count = Ranks.alone(), itertools.count(1)
+    hub, count = InProcessWorld(1).hub(0), itertools.count(1)
+    ranks = Ranks(0, hub, NoTransport(), NoTransport())
     traced = {contextlib.__file__, turn_module.__file__, save_memory.__file__}
 
     def save(state: Any, opened: ExitStack, context: SaveContext, *others: Any) -> None:
@@ -125,6 +126,7 @@ def test_an_interrupt_at_any_instruction_leaves_the_turn_to_the_next(
         except KeyboardInterrupt:
             sys.settrace(before)
             check_free(ranks.memory.setdefault("save", SaveMemory()).turn)  # while the traceback is alive
+            assert not hub._sessions, place
         else:
             break
         finally:

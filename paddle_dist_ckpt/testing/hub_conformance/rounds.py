@@ -86,6 +86,18 @@ class RoundTests:
 
         assert run(group, work) == {rank: [b"a%d" % rank, b"c%d" % rank, b"b%d" % rank] for rank in range(RANKS)}
 
+    def test_a_session_may_be_closed_again_or_without_being_opened(self, group: HubGroup) -> None:
+        def work(hub: Any, rank: int) -> bytes:
+            hub.session("load", LONG).__exit__(None, None, None)
+            made = hub.session("save", LONG)
+            with made as session:
+                reply = session.gather_scatter("a", lambda: own_number(rank), echo)
+            made.__exit__(OSError, OSError(), None)
+            return bytes(reply)
+
+        assert run(group, work) == {rank: own_number(rank) for rank in range(RANKS)}
+        assert_works(group)
+
     def test_a_failure_of_one_session_leaves_another_alone(self, group: HubGroup) -> None:
         def work(hub: Any, rank: int) -> bytes:
             with hub.session("save", LONG) as background:
