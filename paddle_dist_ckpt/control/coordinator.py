@@ -131,9 +131,9 @@ class CoordinatorSession:
         self._blame_those_who_left(now)
 
     def _on_fail(self, rank: int, message: wire.Fail, now: float) -> None:
-        if message.name:
+        if message.name and message.round == self._round:
             self._names[rank] = message.name
-        else:
+        else:  # or in one that is over
             self._outside_rounds = True
         self._note(rank, message.error, now)
 
@@ -238,7 +238,10 @@ class CoordinatorSession:
             if len(set(said.values())) > 1:
                 lines = ", ".join(f"rank {rank} calls {said[rank]!r}" for rank in sorted(said))
                 advice = "all ranks must make the same calls in the same order"
-                raised = "".join(f"; rank {rank} failed: {e.message}" for rank, e in sorted(self._failures.items()))
+                raised = "".join(
+                    f"; rank {rank} failed: {failures.described(error)}"
+                    for rank, error in sorted(self._failures.items())
+                )
                 return failures.record(f"ranks disagree about {what}: {lines}; {advice}{raised}")
         return None
 

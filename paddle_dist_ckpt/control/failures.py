@@ -21,6 +21,7 @@ __all__ = [
     "SHARED_IN_COMBINE",
     "SHARED_IN_LOCAL",
     "copy_of",
+    "described",
     "failure_of_ranks",
     "is_of_collectives",
     "late",
@@ -95,7 +96,7 @@ def sendable(error: ErrorRecord) -> ErrorRecord:
     try:
         wire.decode(wire.encode(wire.Fail(0, "", error)))
     except Exception:  # of several kinds, for what is not as its class says
-        return record(_describe(error))
+        return record(described(error))
     return error
 
 
@@ -121,7 +122,7 @@ def copy_of(error: ErrorRecord) -> errors.CheckpointError:
     """Rebuild an exception: ours by name, any other as ``CheckpointError("TypeName: message")``."""
     kind = _OURS.get(error.type_name)
     if kind is None:
-        return errors.CheckpointError(_describe(error))
+        return errors.CheckpointError(described(error))
     if issubclass(kind, errors.StateDictMismatchError):
         return kind(error.message, error.problems)
     if issubclass(kind, errors.CheckpointTimeoutError):
@@ -158,9 +159,11 @@ def raisable(error: ErrorRecord, rank: int, own: BaseException | None) -> Except
     return made
 
 
-def _describe(error: ErrorRecord) -> str:
-    """``TypeName: message``, or the message alone for a plain CheckpointError."""
-    return error.message if error.type_name == "CheckpointError" else f"{error.type_name}: {error.message}"
+def described(error: ErrorRecord) -> str:
+    """``TypeName: message``; of a plain CheckpointError the message alone, and without a message the name alone."""
+    if error.type_name == "CheckpointError":
+        return error.message
+    return f"{error.type_name}: {error.message}" if error.message else error.type_name
 
 
 def timeout_error(
@@ -207,7 +210,7 @@ def failure_of_ranks(doing: str, failures: Mapping[int, ErrorRecord], ranks: tup
     alike = set(failures) == set(ranks) and len({error.message for error in failures.values()}) == 1
     shared = all(error.shared for error in failures.values()) or (alike and kinds <= _OF_A_PATH)
     if len(kinds) > 1 or not (shared or kinds == {"CheckpointTimeoutError"}):
-        text = f"{doing} {_by_text({rank: _describe(error) for rank, error in failures.items()})}"
+        text = f"{doing} {_by_text({rank: described(error) for rank, error in failures.items()})}"
         if any(error.message == LOST for error in failures.values()):
             text += "; a process has ended, or a host or the network is gone: the log of that rank says more"
         name = "CollectiveError" if kinds == {"CollectiveError"} else "RankFailureError"

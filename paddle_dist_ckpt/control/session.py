@@ -175,7 +175,8 @@ class Session:
         member = self._member
         if member.verdict is None:
             member.own_error = error
-            self._board.post(wire.Fail(member.number, member.round_name, failures.record_of(error, shared)))
+            failure = failures.record_of(error, shared)
+            self._board.post(wire.Fail(member.number, member.round_name, failure, member.round))
 
     def run_collectives(self, transport: Transport, work: Callable[[Transfers], T]) -> T:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""

@@ -99,11 +99,15 @@ class Answer(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Fail(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """I failed, in the round called ``name``, or outside of rounds if ``name`` is empty."""
+    """I failed, in the round called ``name``, or outside of rounds if ``name`` is empty.
+
+    ``round``: the number of that round. It is over if its reply was on the way to me.
+    """
 
     session: Number
     name: Text
     error: ErrorRecord
+    round: int = -1
 
 
 class Beat(msgspec.Struct, array_like=True, frozen=True, tag=True):

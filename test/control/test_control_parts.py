@@ -42,7 +42,7 @@ RECORD = wire.ErrorRecord("OSError", "x", True, ("p",), (1,), ((2, wire.ErrorRec
     [
         wire.Open(3, "save", 0.5),
         wire.Answer(3, 1, "plan"),
-        wire.Fail(3, "", RECORD),
+        wire.Fail(3, "plan", RECORD, 1),
         wire.Beat(3),
         wire.Bye(3),
         wire.Received(3),
@@ -405,7 +405,7 @@ def failed_before_rank_2_came() -> tuple[CoordinatorSession, list[tuple[int, wir
     for rank in (0, 1):
         session.handle(rank, wire.Open(0, "save", 10.0), b"", 0.0)
     session.handle(0, wire.Answer(0, 0, "plan"), b"", 0.0)
-    session.handle(1, wire.Fail(0, "plan", failures.record("it failed")), b"", 0.0)
+    session.handle(1, wire.Fail(0, "plan", failures.record("it failed"), 0), b"", 0.0)
     return session, sent
 
 
@@ -446,7 +446,7 @@ def test_an_error_waits_for_no_rank_that_was_told_to_leave_the_call_out() -> Non
     say(5.1)
     say(5.2, (0, wire.Bye(0)), (1, wire.Bye(0)))
     say(6.0, (0, wire.Open(1, "save", 5.0)), (1, wire.Open(1, "save", 5.0)))
-    say(6.0, (1, wire.Fail(1, "plan", failures.record("it failed"))))
+    say(6.0, (1, wire.Fail(1, "plan", failures.record("it failed"), 0)))
     sent.clear()
     say(7.0, (2, wire.Open(0, "save", 5.0)))
     say(7.0 + GRACE)
@@ -463,6 +463,38 @@ def test_what_a_rank_has_raised_is_told_beside_a_disagreement() -> None:
     assert session.verdict is not None
     assert session.verdict.message.startswith("ranks disagree about the call: ")
     assert session.verdict.message.endswith("; rank 1 failed: it failed")
+
+
+@pytest.mark.parametrize(
+    ("round_of_rank_1", "text"),
+    [
+        (0, "save failed on rank 1: KeyboardInterrupt"),
+        (
+            1,
+            "ranks disagree about round 1: rank 0 calls 'write', rank 1 calls 'plan'; all ranks must make the same "
+            "calls in the same order; rank 1 failed: KeyboardInterrupt",
+        ),
+    ],
+)
+def test_a_rank_that_fails_before_it_hears_the_reply_disagrees_with_nobody(round_of_rank_1: int, text: str) -> None:
+    session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, payload: None, 0.0)
+    for rank in (0, 1):
+        session.handle(rank, wire.Open(0, "save", 10.0), b"", 0.0)
+        session.handle(rank, wire.Answer(0, 0, "plan"), b"", 0.0)
+    session.reply({0: b"", 1: b""})
+    session.handle(0, wire.Answer(0, 1, "write"), b"", 0.0)
+    error = failures.record_of(KeyboardInterrupt(), failures.SHARED_IN_LOCAL)
+    session.handle(1, wire.Fail(0, "plan", error, round_of_rank_1), b"", 0.0)
+    session.tick(1.0)
+    assert session.verdict is not None
+    assert session.verdict.message == text
+    assert (session.verdict.type_name == "RankFailureError") == (round_of_rank_1 == 0)
+    assert [rank for rank, _ in session.verdict.failures] == ([1] if round_of_rank_1 == 0 else [])
+
+
+def test_a_failure_without_a_round_can_be_read() -> None:
+    frame = msgspec.msgpack.encode(["Fail", 3, "plan", ["OSError", "x"]])
+    assert wire.decode(frame) == wire.Fail(3, "plan", wire.ErrorRecord("OSError", "x"), -1)
 
 
 @pytest.mark.parametrize("what", ["connection", "patience"])
