@@ -31,6 +31,7 @@ from ..folder.nothing import steps_text
 from ..options import LoadOptions, SaveOptions, checked
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
+from ..saving.save import After
 from ..storage import LocalStorage, as_storage, bounded_folders
 from ..wiring import Find, connected, load_with, paddles, pass_over_last_save, save_with
 from .agreement import agree
@@ -139,7 +140,7 @@ class CheckpointManager:
         self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
         self._pending: AsyncSave | None = None
         self._closed = False
-        self._is_fresh = True  # no save has found room since it was made, or since one has failed
+        self._is_behind = True  # no save was committed since it was made, or since one has failed
         self._told: set[str] = set()  # what was warned of, which is said once
         self._came_late = False
         self._end_of_sigterm = on_sigterm(self._terminated) if save_on_sigterm else None
@@ -212,11 +213,8 @@ class CheckpointManager:
             if self._steps.has_just_met(step):
                 _logger.info("step %d was saved, or restored, just now: force=True saves it again", step)
             return None
-        is_fresh, self._is_fresh = self._is_fresh, True
         if self.stopping:
             self._pass_over_failures()
-        if is_fresh:
-            self._remove_abandoned()
         note, wrong = {"step": step, "metrics": {}}, None
         try:
             note["metrics"] = checked_metrics(metrics)
@@ -224,10 +222,12 @@ class CheckpointManager:
             wrong = error
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
         find = paddles(self._ranks, state, check=functools.partial(self._check_save, wrong))
-        folder, after = step_folder(self._root, step), functools.partial(self._retain, step)
+        after = After(functools.partial(self._retain, step), self._was_behind, self._remove_abandoned)
+        folder = step_folder(self._root, step)
         try:
             saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)
         except DurabilityUnknownError:  # it is there, and counts
+            self._is_behind = False
             self._has_saved(step)
             raise
         self._pending = saved if isinstance(saved, AsyncSave) else None
@@ -240,8 +240,15 @@ class CheckpointManager:
             raise wrong
         self._check_same_root()
 
+    def _was_behind(self) -> bool:
+        """Whether a save begins that no committed one came before. Until it is committed, the next one is behind.
+
+        Asked when no other save of the group goes on, and so when it is known how the last one ended.
+        """
+        was_behind, self._is_behind = self._is_behind, True
+        return was_behind
+
     def _has_saved(self, step: int) -> None:
-        self._is_fresh = False
         self._meet(step)
         self._decided = (step, False)  # to save a step twice would be of no use
         self._schedule.saved()
@@ -267,7 +274,7 @@ class CheckpointManager:
         self._preparation.expect(state)
         self._preparation.begin()
 
-    def _remove_abandoned(self) -> None:
+    def _remove_abandoned(self, session: ControlSession) -> None:
         """Remove steps that a run before has not finished: a first save may need their room, or one after a failure."""
 
         def begin() -> dict[int, Deletion]:
@@ -282,11 +289,12 @@ class CheckpointManager:
                     _logger.warning("%s: steps that were never committed are left for now: %s", self._root, error)
                     return {}
 
-        with self._folders() as opened, self._session("clear") as made, made as session:
+        with self._folders() as opened:
             remove_together(session, self._root, begin, opened)
 
     def _retain(self, step: int, session: ControlSession) -> None:
         """After the commit of a step: remove the steps that are not to be kept, on every host."""
+        self._is_behind = False
 
         def begin() -> dict[int, Deletion]:
             with held_back(_logger), self._lock:

@@ -1,6 +1,7 @@
 """A save, as each of its ranks runs it.
 
-    plan      every rank says what it has; the coordinator claims an id, plans, and orders each rank what to write
+    plan      every rank says what it has; the coordinator claims an id, plans, and orders each rank what to write. If a
+              rank has something to be done first, all do that, and this round is held again
     describe  only if the plan of the save before does not fit: every rank describes its tensors
     clear     only if dead saves have left files: one rank for each folder removes them, before anything needs the room
     write     every rank writes its files and makes them durable
@@ -20,6 +21,7 @@ import functools
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ..control.rounds import Messages, only_on
@@ -36,15 +38,30 @@ from .async_save import EARLIER, AsyncSave
 from .describe import LocalState, describe, digests_of
 from .messages import ClearRequest, CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer
 from .rank_files import RankFiles
-from .save_coordinator import SaveCoordinator
+from .save_coordinator import CATCH_UP, SaveCoordinator
 from .save_memory import SaveContext
 
 __all__ = ["After", "save"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-After = Callable[[ControlSession], None]
-"""What to do when a save is committed."""
 _USER_METADATA_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """What follows a save that is committed, and what makes up for it where there was none.
+
+    Attributes:
+        follow: Called on every rank when the save is committed, and may use the session for more rounds. What it raises
+            does not undo the commit, and so is only logged.
+        is_behind: Asked once, when the group's save before this one has ended: whether this rank knows of no save that
+            went well since one failed.
+        catch_up: Called on every rank before anything is planned, if one is behind; it may use the session as well.
+    """
+
+    follow: Callable[[ControlSession], None]
+    is_behind: Callable[[], bool]
+    catch_up: Callable[[ControlSession], None]
 
 
 def save(
@@ -65,11 +82,10 @@ def save(
         unique_id: The checkpoint's number, or None.
         options: How to save.
         in_background: Whether to return when what is to be written has been copied.
-        after: Called on every rank when the save is committed, and may use the session for more rounds. What it raises
-            does not undo the commit, and so is only logged.
+        after: What else to do in the session, if anything.
     """
     saving = _Saving(context, options, opened, in_background)
-    state, order = saving.plan(state_dict, unique_id)
+    state, order = saving.plan(state_dict, unique_id, after)
     files = saving.prepare(state, order, in_background)
     if not in_background:
         return saving.finish(files, after)  # from the memory of ``state``, which stays alive meanwhile
@@ -109,23 +125,33 @@ class _Saving:
     ) -> bytes:
         return self._context.session.gather_scatter(name, local, only_on(self._coordinator, answer))
 
-    def plan(self, state_dict: dict[Any, Any], unique_id: int | None) -> tuple[LocalState, PlanAnswer]:
+    def plan(
+        self, state_dict: dict[Any, Any], unique_id: int | None, after: After | None
+    ) -> tuple[LocalState, PlanAnswer]:
         """Round ``plan``, and ``describe`` if the coordinator asks for it: what this rank has, and what it is to do."""
         context, described = self._context, list[LocalState]()
 
-        def request() -> bytes:
+        def begin() -> bytes:
             may_wait = self._options.when_busy == "wait"
             self._ending.enter_context(context.memory.take_turn(context.ticket, may_wait, context.session.check))
-            described.append(describe(state_dict, context.adapter, context.session.rank, context.memory.known))
+            return b"" if after is not None and after.is_behind() else request()
+
+        def request() -> bytes:
+            if not described:
+                described.append(describe(state_dict, context.adapter, context.session.rank, context.memory.known))
             return encode(self._request(described[0], unique_id))
 
         with self._watch.phase("plan"):
             try:
-                answer = self._round("plan", request, SaveCoordinator.plan)
+                answer = self._round("plan", begin, SaveCoordinator.plan)
             except CheckpointError as error:
                 if EARLIER in str(error):  # another rank has raised it first, which tells all ranks
                     context.memory.last = None
                 raise
+            if answer == CATCH_UP:
+                if after is not None:
+                    after.catch_up(context.session)
+                answer = self._round("plan", request, SaveCoordinator.plan)
             (state,) = described
             if not answer:
                 answer = self._round("describe", state.structure, SaveCoordinator.described)
@@ -197,7 +223,7 @@ class _Saving:
     def _follow(self, after: After) -> None:
         """Do what is to be done after the commit, which nothing that is raised there undoes."""
         try:
-            after(self._context.session)
+            after.follow(self._context.session)
         except Exception as error:
             location = self._context.storage.location
             _logger.warning("%s: saved, but not all that follows a save was done: %s", location, error)

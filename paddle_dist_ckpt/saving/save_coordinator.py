@@ -35,9 +35,11 @@ from .replicas import Comparison, logged, merge_contents, replica_warnings
 from .requests import check_room, leaders_of
 from .save_memory import SaveContext
 
-__all__ = ["SaveCoordinator"]
+__all__ = ["CATCH_UP", "SaveCoordinator"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+CATCH_UP = b"catch up"
+"""The answer to all ranks where one has sent nothing in round ``plan``: it is behind."""
 _SAME = ("unique_id", "block_bytes", "data_suffix", "check_replicas")
 _same_arguments = operator.attrgetter(*_SAME)
 
@@ -96,7 +98,12 @@ class SaveCoordinator:
 
     @no_collections()
     def plan(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Round ``plan``: an order for every rank; or, if a plan has to be made and not all have said of what, ask."""
+        """Round ``plan``: an order for every rank; or, if a plan has to be made and not all have said of what, ask.
+
+        If a rank is behind, nothing is planned yet, and all are told so.
+        """
+        if not all(messages.values()):
+            return dict.fromkeys(messages, CATCH_UP)
         requests = self._requests = {rank: decode(data, SaveRequest) for rank, data in messages.items()}
         passed = {rank: _same_arguments(request) for rank, request in requests.items()}
         check_same(_SAME, passed, self._context.session.coordinator)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import CheckpointManager, LocalStorage, PerRank, SaveOptions
+from paddle_dist_ckpt import AsyncSave, CheckpointManager, LocalStorage, PerRank, SaveOptions
 from test.paddle.layouts import Spread
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, local_array
@@ -186,6 +186,31 @@ def bad_metrics_on_one_rank(root: str, ranks: int) -> tuple[list[Outcome], list[
             else:
                 assert outcome.error is None, outcome
         return refused, steps.all_steps()
+
+
+def interrupted_as_it_begins(root: str, ranks: int, victim: int) -> tuple[str | None, list[int]]:
+    """A rank is interrupted when its save is to go on in the background; what is raised, and the steps at the end."""
+    with manager(root, ranks) as steps:
+        steps.save(1, state(ranks, 1))
+        steps.wait()
+        start = AsyncSave.start
+
+        def interrupt(_: AsyncSave) -> None:
+            raise KeyboardInterrupt
+
+        if dist.get_rank() == victim:
+            AsyncSave.start = interrupt  # type: ignore[method-assign]
+        try:
+            steps.save(2, state(ranks, 2))
+            raised = outcome_of(steps.wait).error
+        except KeyboardInterrupt:
+            raised = "KeyboardInterrupt"
+        finally:
+            AsyncSave.start = start  # type: ignore[method-assign]
+        dist.barrier(group_of(ranks))
+        steps.save(3, state(ranks, 3))
+        steps.wait()
+        return raised, steps.all_steps()
 
 
 def unreadable_step(root: str, ranks: int) -> list[Outcome]:

@@ -35,6 +35,7 @@ from paddle_dist_ckpt.manager import sigterm
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
 from paddle_dist_ckpt.manager.retention import Retention
 from paddle_dist_ckpt.manager.steps import NOTE, Steps, remove_step
+from paddle_dist_ckpt.saving.save_coordinator import SaveCoordinator
 from paddle_dist_ckpt.storage import Folders
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
@@ -738,6 +739,42 @@ def test_a_save_after_one_that_found_no_room_looks_again_for_what_is_left(
         assert not folder.exists()
 
 
+@pytest.mark.parametrize("asked", ["wait", "result", "by the next save"])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_after_one_that_has_filled_the_disk_looks_again_for_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool, asked: str
+) -> None:
+    """Where it is not known how much is free, room is lacking when the save goes on in the background."""
+    folder, create = dead_step(tmp_path, 2), LocalStorage.create
+
+    def full(storage: LocalStorage, name: str) -> Any:
+        if name.endswith(".safetensors") and folder.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(storage, name)
+
+    def save(step: int) -> None:
+        saving = steps.save(step, numbers(step))
+        if asked == "wait":
+            steps.wait()
+        elif isinstance(saving, AsyncSave):
+            saving.result() if asked == "result" else saving.wait()
+
+    with CheckpointManager(tmp_path, async_save=in_background) as steps:
+        monkeypatch.setattr(LocalStorage, "create", full)
+        if asked == "by the next save" and in_background:
+            save(3)
+        else:
+            with pytest.raises(OSError, match="No space left"):
+                save(3)
+        age(folder)
+        if asked == "by the next save" and in_background:
+            with pytest.raises(CheckpointError, match="an earlier save"):
+                save(4)
+        save(5)
+        assert steps.all_steps() == [5]
+        assert not folder.exists()
+
+
 def test_a_manager_says_what_it_is(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep_last=2, best=("loss", "min")) as steps:
         assert repr(steps) == f"CheckpointManager({str(tmp_path)!r}, keep_last=2, best=('loss', 'min'))"
@@ -963,6 +1000,37 @@ def test_bad_metrics_of_one_rank_are_an_error_on_every_rank_and_the_next_save_is
         for outcome in refused:
             assert "metrics must be names and numbers" in outcome.message
         assert steps == [0, 1, 3]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_all_ranks_make_the_save_after_one_that_was_interrupted_on_one(
+    pool: RankPool, tmp_path: Path, victim: int
+) -> None:
+    """The one knows at once that it has failed, and the others hear of it."""
+    results = pool.run(cases.interrupted_as_it_begins, str(tmp_path), 3, victim, ranks=3)
+    for rank, (raised, steps) in enumerate(results):
+        assert raised == ("KeyboardInterrupt" if rank == victim else "RankFailureError")
+        assert steps == [1, 3]
+
+
+def test_only_a_first_save_has_rounds_for_what_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, plan, remove_together = list[str](), SaveCoordinator.plan, manager_module.remove_together
+
+    def planned(*args: Any) -> Any:
+        rounds.append("plan")
+        return plan(*args)
+
+    def removed(*args: Any) -> None:
+        rounds.append("retain")
+        remove_together(*args)
+
+    monkeypatch.setattr(SaveCoordinator, "plan", planned)
+    monkeypatch.setattr(manager_module, "remove_together", removed)
+    with CheckpointManager(tmp_path, async_save=False) as steps:
+        for step, expected in ((1, ["plan", "retain", "plan", "retain"]), (2, ["plan", "retain"])):
+            rounds.clear()
+            steps.save(step, numbers(step))
+            assert rounds == expected
 
 
 def test_a_latest_step_that_cannot_be_read_is_an_error_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
