@@ -93,9 +93,12 @@ class _Run:
                 self._taken.append(task)
         # Not by a pool: one that is interrupted may not know of a thread that it has started, and that waits for ever.
         others = threads - 1 if len(self._taken) > 1 else 0
-        workers = [threading.Thread(target=self._work, name=f"paddle_dist_ckpt_{number}") for number in range(others)]
-        for worker in workers:
-            worker.start()
+        workers = list[threading.Thread]()
+        with suppress(RuntimeError):  # there can be no more threads: those that there are do it all
+            for number in range(others):
+                worker = threading.Thread(target=self._work, name=f"paddle_dist_ckpt_{number}")
+                worker.start()
+                workers.append(worker)
         self._work()
         for worker in workers:
             worker.join()

@@ -48,11 +48,17 @@ class AsyncSave:
         self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt save", daemon=False)
 
     def start(self) -> None:
-        """Start the thread; when the interpreter is ending, do the work at once instead. Called once."""
-        if at_exit():
-            self._work()
-        else:
-            self._thread.start()
+        """Start the thread; where that is not possible, as when the interpreter ends, do the work now. Called once.
+
+        So the call returns on all ranks alike: the others' saves go on in the background, and wait for this one.
+        """
+        try:
+            if not at_exit():
+                self._thread.start()
+                return
+        except RuntimeError as error:
+            _logger.warning("the save to %s is made before its call returns: %s", self._path, error)
+        self._work()
 
     def forestall(self) -> bool:
         """When :meth:`start` has failed, see to it that nothing is done; returns False if it has begun, and goes on."""
@@ -72,6 +78,9 @@ class AsyncSave:
                 _logger.error("the background save to %s failed: %s", self._path, error)
             finally:
                 self._future.set_exception(error)
+            if not isinstance(error, Exception) and threading.current_thread() is not self._thread:
+                self._observed = True
+                raise  # an interrupt, of whoever has called
         else:
             self._future.set_result(report)
         finally:

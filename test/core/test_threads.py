@@ -99,6 +99,22 @@ def test_what_has_been_taken_is_run_although_something_fails(fails: str) -> None
     assert sorted(ran) == made
 
 
+@pytest.mark.parametrize("possible", [0, 1])
+def test_tasks_are_run_by_as_many_threads_as_there_can_be(monkeypatch: pytest.MonkeyPatch, possible: int) -> None:
+    ran, started, start = list[int](), list[threading.Thread](), threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == possible:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    run_all((functools.partial(ran.append, number) for number in range(50)), 4, lambda: None)
+    assert sorted(ran) == list(range(50))
+    assert len(started) == possible
+
+
 def test_tasks_beside_their_owner_run_in_order() -> None:
     beside, order = Beside("test"), list[int]()
     gate = threading.Event()

@@ -163,14 +163,16 @@ def test_a_snapshot_that_fails_on_one_rank_fails_on_all(
     assert versions_in(tmp_path) == [1, 3]
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_thread_that_cannot_be_started_fails_the_call_and_the_others_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
+def test_a_rank_that_can_start_no_thread_saves_before_its_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, victim: int, fails: bool
 ) -> None:
-    together, victims, start = threading.Barrier(RANKS), set(), threading.Thread.start
+    """So the call returns on all ranks alike, and handles tell what became of the save."""
+    victims, start = set[int](), threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name == THREAD and threading.get_ident() in victims:
+        if thread.name.startswith((THREAD, "paddle_dist_ckpt_")) and threading.get_ident() in victims:
             raise RuntimeError("can't start new thread")
         start(thread)
 
@@ -179,21 +181,41 @@ def test_a_thread_that_cannot_be_started_fails_the_call_and_the_others_saves(
     def work(rank: SimulatedRank) -> None:
         if rank.rank == victim:
             victims.add(threading.get_ident())
-            with pytest.raises(RuntimeError, match="can't start"):
-                rank.save_in_background(versions(1, RANKS)[rank.rank], tmp_path, 0, options())
-            victims.clear()
+        broken = failing(tmp_path, "write", "safetensors", OSError(errno.EIO, "injected"), lambda: fails)
+        storage = broken if rank.rank == victim else tmp_path
+        pending = rank.save_in_background(versions(1, RANKS)[rank.rank], storage, 0, options())
+        if rank.rank == victim:
+            assert pending.done()
+        if fails:
+            assert "injected" in str(error_of(lambda: pending.result(LONG)))
         else:
-            pending = rank.save_in_background(versions(1, RANKS)[rank.rank], tmp_path, 0, options())
-            raised = error_of(lambda: pending.result(LONG))
-            assert isinstance(raised, RankFailureError)
-            assert set(raised.failures) == {victim}
-        together.wait(LONG)
-        assert not (tmp_path / "0.metadata").exists()
-        together.wait(LONG)
-        rank.save_in_background(versions(2, RANKS)[rank.rank], tmp_path, 0, options()).result(LONG)
+            assert pending.result(LONG).unique_id == 0
+        rank.save_in_background(versions(2, RANKS)[rank.rank], tmp_path, 1, options()).result(LONG)
 
     job(RANKS, work)
-    assert versions_in(tmp_path) == [2]
+    assert versions_in(tmp_path) == ([2] if fails else [1, 2])
+    assert "is made before its call returns: can't start new thread" in caplog.text
+
+
+def test_an_interrupt_of_a_save_that_no_thread_makes_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == THREAD:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def interrupted(operation: str, name: str) -> None:
+        if operation == "publish" and "metadata" in name:
+            raise KeyboardInterrupt
+
+    threads, ranks = {*threading.enumerate()}, Ranks.alone()
+    storage = FaultyStorage(tmp_path, interrupted)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(KeyboardInterrupt):
+            save_with(ranks, lambda: (versions(1, 1)[0], NumpyAdapter()), storage, 0, True, options())
+    next_save_is_made(ranks, tmp_path, threads)
 
 
 def next_save_is_made(ranks: Ranks, folder: Path, before: set[threading.Thread]) -> None:
