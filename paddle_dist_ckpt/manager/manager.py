@@ -139,6 +139,7 @@ class CheckpointManager:
         self._reading: int | None = None
         self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
         self._pending: AsyncSave | None = None
+        self._pending_step = -1
         self._closed = False
         self._is_behind = True  # no save was committed since it was made, or since one has failed
         self._told: set[str] = set()  # what was warned of, which is said once
@@ -174,11 +175,21 @@ class CheckpointManager:
         while the ranks are being asked how far they are waits for the decision.
         """
         step = checked_step(step)
+        if self._pending is not None and self._pending.raised:
+            self._reconsider(self._pending)
         if self._decided is None or self._decided[0] != step:
             self._preparation.begin()
             announced = self._schedule.is_due(step)
             self._decided = (step, announced or (self._interval is not None and step % self._interval == 0))
         return self._decided[1]
+
+    def _reconsider(self, pending: AsyncSave) -> None:
+        """When all ranks have been told how a save has ended: if it has failed, its step is due as before it began."""
+        if not pending.failed:
+            return
+        self._steps.forget(self._pending_step)
+        if self._decided == (self._pending_step, False):
+            self._decided = None
 
     @property
     def stopping(self) -> bool:
@@ -210,7 +221,11 @@ class CheckpointManager:
             raise CheckpointError("the manager is closed")
         step = checked_step(step)
         if not self.should_save(step) and not force:
-            if self._steps.has_just_met(step):
+            if self._pending is not None and self._pending_step == step:
+                _logger.info(
+                    "a save of step %d was begun just now; wait() tells how it ends, force=True repeats it", step
+                )
+            elif self._steps.has_just_met(step):
                 _logger.info("step %d was saved, or restored, just now: force=True saves it again", step)
             return None
         if self.stopping:
@@ -230,7 +245,12 @@ class CheckpointManager:
             self._is_behind = False
             self._has_saved(step)
             raise
-        self._pending = saved if isinstance(saved, AsyncSave) else None
+        except Exception:
+            if self._decided == (step, False):  # it was to be saved by force
+                self._decided = None
+            raise
+        if isinstance(saved, AsyncSave):
+            self._pending, self._pending_step = saved, step
         self._has_saved(step)
         return saved
 
@@ -432,8 +452,10 @@ class CheckpointManager:
         if pending is not None:
             pending.wait()
         self._pending = None  # and not before: what an interrupt does not wait for stays pending
-        if pending is not None and not pending.raised:
-            pending.result()
+        if pending is not None:
+            self._reconsider(pending)
+            if not pending.raised:
+                pending.result()
 
     def close(self) -> None:
         """Wait for the background save, and restore the handling of SIGTERM. The manager cannot save any more then.

@@ -105,6 +105,10 @@ class Steps:
         with suppress(FileNotFoundError):
             self._identity = opened(self._root).identity()
 
+    def forget(self, step: int) -> None:
+        """Do not expect a step to be there, which this rank has failed to save."""
+        self._met = [one for one in self._met if one != step]
+
     def has_just_met(self, step: int) -> bool:
         """Whether a step is the last one that this rank has saved or restored."""
         return self._met[-1:] == [step]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent import futures
 
 from ..core.threads import at_exit, lower_priority
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DurabilityUnknownError
 from ..reports import SaveReport
 
 __all__ = ["EARLIER", "AsyncSave"]
@@ -127,6 +127,11 @@ class AsyncSave:
     def raised(self) -> bool:
         """Whether it has failed, and somebody has been told so by an exception."""
         return self._observed and self._future.done() and self._future.exception() is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended without a commit."""
+        return self._future.done() and not isinstance(self._future.exception(), DurabilityUnknownError | None)
 
     def raise_unobserved(self) -> None:
         """Wait until it has ended; raise its failure, once, if nobody has seen it.

@@ -213,6 +213,31 @@ def interrupted_as_it_begins(root: str, ranks: int, victim: int) -> tuple[str | 
         return raised, steps.all_steps()
 
 
+def made_again(root: str, ranks: int, victim: int) -> tuple[str | None, bool, list[int]]:
+    """A save fails on a rank and is made again; what is raised, whether it is due then, and the steps at the end."""
+    with manager(root, ranks, save_interval_steps=10) as steps:
+        steps.save(10, state(ranks, 10))
+        steps.wait()
+        create = LocalStorage.create
+
+        def full(storage: LocalStorage, name: str) -> Any:
+            if name.endswith(".safetensors"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return create(storage, name)
+
+        if dist.get_rank() == victim:
+            LocalStorage.create = full  # type: ignore[method-assign]
+        try:
+            steps.save(20, state(ranks, 20))
+            raised = outcome_of(steps.wait).error
+        finally:
+            LocalStorage.create = create  # type: ignore[method-assign]
+        due = steps.should_save(20)
+        steps.save(20, state(ranks, 20))
+        steps.wait()
+        return raised, due, steps.all_steps()
+
+
 def unreadable_step(root: str, ranks: int) -> list[Outcome]:
     """Look for the latest step while the coordinator's disk does not give one, and then again."""
     with manager(root, ranks, async_save=False) as steps:

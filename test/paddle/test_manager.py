@@ -122,6 +122,65 @@ def test_a_step_that_was_just_saved_is_saved_again_by_force_alone(
         assert str(target) == str(numbers(2))
 
 
+@pytest.mark.parametrize("told_by", ["wait", "result", "a save by force"])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_step_that_could_not_be_saved_is_due_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool, told_by: str
+) -> None:
+    def save(force: bool = False) -> None:
+        saving = steps.save(20, numbers(20), force=force)
+        assert saving is not None
+        if isinstance(saving, AsyncSave):
+            {"wait": steps.wait, "result": saving.result, "a save by force": saving.wait}[told_by]()
+
+    with CheckpointManager(tmp_path, save_interval_steps=10, async_save=in_background) as steps:
+        with monkeypatch.context() as patch:
+            failing(patch, 20)
+            if told_by == "a save by force" and in_background:
+                save()
+                save_by_force = pytest.raises(CheckpointError, match="an earlier save")
+            else:
+                save_by_force = pytest.raises(OSError, match="No space left")
+            with save_by_force:
+                save(force=told_by == "a save by force")
+        assert steps.should_save(20)
+        save()
+        assert not steps.should_save(20)
+        assert steps.save(20, numbers(20)) is None
+        assert steps.all_steps() == [20]
+        shutil.rmtree(tmp_path)
+        with pytest.raises(CheckpointError, match="gone, without step 20 of before"):
+            steps.save(30, numbers(30))
+
+
+def test_a_step_that_could_not_be_saved_is_not_expected_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which a root that was made anew would be taken for one that is not mounted."""
+    root = tmp_path / "run"
+    with CheckpointManager(root) as steps:
+        with monkeypatch.context() as patch:
+            failing(patch, 1)
+            steps.save(1, numbers(1))
+            with pytest.raises(OSError, match="No space left"):
+                steps.wait()
+        root.rename(tmp_path / "other")
+        steps.save(2, numbers(2))
+        steps.wait()
+        assert steps.all_steps() == [2]
+
+
+def test_a_step_that_is_being_saved_is_said_to_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paddle_dist_ckpt")
+    with CheckpointManager(tmp_path) as steps:
+        steps.save(1, numbers(1))
+        assert steps.save(1, numbers(1)) is None
+        assert "a save of step 1 was begun just now; wait() tells how it ends" in caplog.text
+        steps.wait()
+        assert steps.save(1, numbers(1)) is None
+        assert "step 1 was saved, or restored, just now" in caplog.text
+
+
 def test_to_ask_twice_about_a_step_does_not_matter(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, save_interval_seconds=0.05) as steps:
         asked = []
@@ -1011,6 +1070,13 @@ def test_all_ranks_make_the_save_after_one_that_was_interrupted_on_one(
     for rank, (raised, steps) in enumerate(results):
         assert raised == ("KeyboardInterrupt" if rank == victim else "RankFailureError")
         assert steps == [1, 3]
+
+
+def test_all_ranks_make_a_save_again_that_has_failed_on_one(pool: RankPool, tmp_path: Path) -> None:
+    for raised, due, steps in pool.run(cases.made_again, str(tmp_path), 3, 1, ranks=3):
+        assert raised == "RankFailureError"
+        assert due
+        assert steps == [10, 20]
 
 
 def test_only_a_first_save_has_rounds_for_what_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
