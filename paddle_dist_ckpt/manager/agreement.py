@@ -30,11 +30,11 @@ def agree(session: ControlSession, ours: Mapping[str, str], check: Callable[[], 
         said = {rank: json.loads(data) for rank, data in sorted(messages.items())}
         expected = said[session.coordinator]
         for rank, theirs in said.items():
-            for name, value in theirs.items():
-                if value != expected[name]:
+            for argument, value in theirs.items():
+                if value != expected[argument]:
                     raise ValueError(
-                        f"the manager's arguments must be the same on every rank: {name} is {expected[name]} on rank "
-                        f"{session.coordinator}, {value} on rank {rank}"
+                        f"the manager's arguments must be the same on every rank: {argument} is "
+                        f"{expected[argument]} on rank {session.coordinator}, {value} on rank {rank}"
                     )
         check()
         return dict.fromkeys(messages, name.encode(errors="replace"))
