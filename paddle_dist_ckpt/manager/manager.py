@@ -69,7 +69,8 @@ class CheckpointManager:
         coordinator_rank: Global rank of the coordinator, which decides; must be the same on every rank.
         save_on_sigterm: If a rank gets SIGTERM, save at the next step that all ranks can agree on, and set
             :attr:`stopping`. Launchers repeat the signal; one that arrives more than 10 seconds later ends the process
-            as if there were no manager. Such a manager must be created on the main thread.
+            as if there were no manager. That goes for what follows :meth:`close` too. Such a manager must be created on
+            the main thread.
 
     Raises:
         ValueError: an argument is out of range, or not the same on every rank; or ``root`` is a file, a step's
@@ -460,6 +461,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the background save, and restore the handling of SIGTERM. The manager cannot save any more then.
 
+        If a SIGTERM made it stop, repetitions within 10 seconds of that still do not count.
+
         Raises:
             CheckpointError: the save in the background failed.
         """
@@ -472,7 +475,7 @@ class CheckpointManager:
             self.wait()
         finally:
             if self._end_of_sigterm is not None:  # and not before: a launcher repeats the signal during the last save
-                self._end_of_sigterm()
+                self._end_of_sigterm(self._schedule.stopping)
             if self._came_late:
                 signal.raise_signal(signal.SIGTERM)
 

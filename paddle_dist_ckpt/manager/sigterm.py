@@ -1,7 +1,8 @@
 """Tells those who asked for it that the process got SIGTERM.
 
 There is one handler for all of them. Launchers send the signal several times in a row, so repetitions count only some
-seconds later; then, and when nobody asks any more, it does what it would have done without the handler.
+seconds later; then, and when nobody asks any more, it does what it would have done without the handler. If those who
+asked have done what the signal was for, the handler stays for so long, since it would be repeated to what comes next.
 
 Others may put a handler of theirs on top and call this one from it, and that for as long as the process lives. So what
 was there before is remembered, of each time that this one was installed.
@@ -9,11 +10,13 @@ was there before is remembered, of each time that this one was installed.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -23,43 +26,71 @@ _REPEAT_SECONDS = 10.0
 _listeners: dict[object, Callable[[], None]] = {}
 _before: list[Any] = []  # what was there each time that `_handle` was put in place, the latest last
 _passing = 0  # how many of those are being called at the moment, for they may have been put on top of `_handle` as well
-_first: float | None = None
-os.register_at_fork(after_in_child=_listeners.clear)  # a process that was forked does not have its parent's
+_first: float | None = None  # when the signal came whose repetitions do not count
+_served = False  # whether one of those who have ended has done what it was for
 
 
-def on_sigterm(listener: Callable[[], None]) -> Callable[[], None]:
+def on_sigterm(listener: Callable[[], None]) -> Callable[..., None]:
     """Have a function called, on the main thread, when SIGTERM comes. To be called there.
 
     Returns:
-        A function that ends this. It may be called on any thread, and again.
+        A function that ends this. It may be called on any thread, and again. It takes whether the signal, if it came,
+        has been served: then its repetitions still do not count. By default it has not.
     """
-    global _first
+    global _first, _served
     if signal.getsignal(signal.SIGTERM) is not _handle:
         _before.append(signal.signal(signal.SIGTERM, _handle))
         _first = None
     if not _listeners:
-        _first = None
+        _first, _served = None, False
     token = object()
     _listeners[token] = listener
 
-    def end() -> None:
+    def end(served: bool = False) -> None:
+        global _served
+        _served = _served or served
         _listeners.pop(token, None)
-        if not _listeners and threading.current_thread() is threading.main_thread():
+        if not _listeners and not _is_repeated() and threading.current_thread() is threading.main_thread():
             _give_back()
 
     return end
 
 
+def _forget() -> None:
+    """In a process that was forked, which does not have its parent's listeners."""
+    global _served
+    _listeners.clear()
+    _served = False
+
+
+def _ignore() -> None:
+    """When the interpreter ends, which takes its handlers away before the process has ended."""
+    if _is_repeated() and signal.getsignal(signal.SIGTERM) is _handle:
+        with suppress(ValueError):  # not on the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_forget)
+atexit.register(_ignore)
+
+
+def _is_repeated() -> bool:
+    """Whether a signal that comes now would repeat one that somebody acts on, or has acted on."""
+    heard = bool(_listeners) or _served
+    return heard and _first is not None and time.monotonic() - _first <= _REPEAT_SECONDS
+
+
 def _handle(number: int, frame: FrameType | None) -> None:
-    global _first
-    now = time.monotonic()
-    # Without listeners, this was forked, or the last one ended on a thread that may not change handlers.
-    if not _listeners or (_first is not None and now - _first > _REPEAT_SECONDS):
+    global _first, _served
+    if _is_repeated():
+        return
+    # Without listeners, this was forked, or the last one ended on another thread, or with repetitions to come.
+    if not _listeners or _first is not None:
         _pass_on(number, frame)
-    elif _first is None:
-        _first = now
-        for listener in list(_listeners.values()):
-            listener()
+        return
+    _first, _served = time.monotonic(), False
+    for listener in list(_listeners.values()):
+        listener()
 
 
 def _give_back() -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -155,3 +157,101 @@ def test_who_is_on_top_and_below_is_called_twice_at_most() -> None:
             assert called == ["mine"] * 2
 
     assert fate(body) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("of", ["the last", "another"])
+@pytest.mark.parametrize("on_top", [False, True])
+def test_repetitions_of_a_signal_that_was_served_do_not_count_after_the_end(
+    monkeypatch: pytest.MonkeyPatch, of: str, on_top: bool
+) -> None:
+    def body() -> None:
+        called: list[int] = []
+        signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+        before = signal.getsignal(signal.SIGTERM)
+        first, second = on_sigterm(lambda: None), on_sigterm(lambda: None)
+        if on_top:
+            put_on_top()
+        terminate()
+        first(of == "another")
+        second(of == "the last")
+        terminate()
+        terminate()
+        assert not called
+        monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
+        terminate()
+        terminate()
+        assert called == [1, 1]
+        assert on_top or signal.getsignal(signal.SIGTERM) == before
+
+    assert fate(body) == SURVIVED
+
+
+def test_repetitions_of_a_signal_that_was_not_served_count_after_the_end() -> None:
+    def body() -> None:
+        end = on_sigterm(lambda: None)
+        terminate()
+        end(False)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        terminate()
+
+    assert fate(body) == -signal.SIGTERM
+
+
+def test_what_was_there_is_put_in_place_at_once_if_no_signal_came_or_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> None:
+        for came in (False, True):
+            end = on_sigterm(lambda: None)
+            if came:
+                terminate()
+                monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
+            end(True)
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    assert fate(body) == SURVIVED
+
+
+def test_a_signal_counts_for_who_asks_after_one_was_served() -> None:
+    def body() -> None:
+        heard: list[int] = []
+        for number in (1, 2):
+            end = on_sigterm(lambda number=number: heard.append(number))
+            terminate()
+            terminate()
+            end(True)
+        assert heard == [1, 2]
+        terminate()
+
+    assert fate(body) == SURVIVED
+
+
+def test_a_process_that_is_forked_after_the_end_has_no_part_in_it() -> None:
+    def body() -> None:
+        end = on_sigterm(lambda: None)
+        terminate()
+        end(True)
+        child = os.fork()
+        if child == 0:
+            terminate()
+            os._exit(SURVIVED)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+
+    assert fate(body) == SURVIVED
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_repetition_when_the_interpreter_has_taken_its_handlers_away(served: bool) -> None:
+    program = f"""
+import os, signal
+from paddle_dist_ckpt.manager.sigterm import on_sigterm
+
+class Late:
+    def __del__(self, kill=os.kill, process=os.getpid()):
+        kill(process, signal.SIGTERM)
+
+late, end = Late(), on_sigterm(lambda: None)
+signal.raise_signal(signal.SIGTERM)
+end({served})
+"""
+    code = subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE).returncode
+    assert code == (0 if served else -signal.SIGTERM)

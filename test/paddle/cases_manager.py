@@ -14,6 +14,7 @@ import numpy as np
 import paddle.distributed as dist
 
 from paddle_dist_ckpt import AsyncSave, CheckpointManager, LocalStorage, PerRank, SaveOptions
+from paddle_dist_ckpt.manager import sigterm
 from test.paddle.layouts import Spread
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, local_array
@@ -78,7 +79,7 @@ def interrupted(root: str, ranks: int, victim: int, other_names: bool = False) -
     root = named_otherwise(root) if other_names else root
     saved = []
     called: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    before, repeated = signal.signal(signal.SIGTERM, lambda *_: called.append(1)), sigterm._REPEAT_SECONDS
     try:
         with manager(root, ranks, save_interval_steps=10_000, save_on_sigterm=True) as steps:
             if dist.get_rank() == victim:
@@ -91,10 +92,14 @@ def interrupted(root: str, ranks: int, victim: int, other_names: bool = False) -
                     break
             steps.wait()
             latest = steps.latest_step()
+        if dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGTERM)
         assert not called
+        sigterm._REPEAT_SECONDS = 0.0
         os.kill(os.getpid(), signal.SIGTERM)  # it is this function's again
         assert called == [1]
     finally:
+        sigterm._REPEAT_SECONDS = repeated
         signal.signal(signal.SIGTERM, before)
     return saved, step, latest
 

@@ -468,6 +468,9 @@ def test_a_repeated_sigterm_does_not_end_the_last_save(tmp_path: Path, monkeypat
             monkeypatch.setattr(CheckpointManager, "wait", wait)
         assert (folders(tmp_path), called) == ([1], [])
         signal.raise_signal(signal.SIGTERM)
+        assert not called, "what follows is not interrupted either"
+        monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
+        signal.raise_signal(signal.SIGTERM)
         assert called == [1], "it is not the manager's any more"
     finally:
         signal.signal(signal.SIGTERM, before)
