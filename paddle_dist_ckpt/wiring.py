@@ -107,7 +107,7 @@ def save_with(
     """Save what is found together with other ranks. See :func:`paddle_dist_ckpt.save_state_dict`.
 
     Args:
-        after: What every rank does after the commit, in the same session.
+        after: What else every rank does in the session, if anything.
         replace_newest: Without a number, replace the newest checkpoint, by the coordinator's listing.
         kind: What the session is called.
     """

@@ -110,14 +110,21 @@ class OwnClaim:
             _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
 
     def keep_fresh(self, when_lost: Callable[[], str | None]) -> None:
-        """Touch it now and then, on a thread of its own; see :meth:`refresh`."""
+        """Touch it now and then, on a thread of its own; see :meth:`refresh`.
+
+        Raises:
+            CheckpointError: no such thread can be started.
+        """
 
         def keep() -> None:
             while not self._stopped.wait(FRESH_EVERY):
                 self.refresh(when_lost)
 
         keeper = threading.Thread(target=keep, name="paddle_dist_ckpt claim", daemon=True)
-        keeper.start()
+        try:
+            keeper.start()
+        except RuntimeError as error:
+            raise CheckpointError(f"the claim {self.name} cannot be kept fresh: {error}") from error
         self._keeper = keeper
 
     def refresh(self, when_lost: Callable[[], str | None]) -> None:

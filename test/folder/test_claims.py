@@ -1049,3 +1049,20 @@ def test_an_automatic_save_that_got_a_later_id_and_was_replaced_there_leaves_not
 
     save_alone(state(3), FreezingStorage(tmp_path, after=replace_it), 1)
     check_holds(tmp_path, {0: 1, 1: 3})
+
+
+def test_a_claim_that_cannot_be_kept_fresh_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started. The save fails as others do, and the next one finds nothing of it."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "paddle_dist_ckpt claim":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(CheckpointError, match=r"the claim .* cannot be kept fresh: can't start new thread"):
+            save_alone({"w": np.ones(3)}, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    save_alone({"w": np.ones(3)}, tmp_path)
