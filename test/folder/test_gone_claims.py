@@ -384,7 +384,7 @@ def test_a_claim_that_cannot_be_kept_fresh_for_want_of_a_thread_goes(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    with pytest.raises(CheckpointError, match=r"the claim 3\..* cannot be kept fresh: can't start new thread"):
         Lease(LocalStorage(tmp_path), 3, automatic=True)
     assert not list(tmp_path.iterdir())
 
