@@ -12,14 +12,14 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import xxhash
 
 from ..core.columns import Column, IntArray, column_size, narrow, pack_column, unpack_column
-from ..core.decoding import decoding
+from ..core.decoding import MOST_COST, decoding, json_cost
 from ..core.dtypes import DTYPES
 from ..core.layouts import Layout, LayoutRecord
 from ..core.shards import Kind, ShardTable
@@ -28,7 +28,7 @@ from ..tree.paths import Containers, ListIndex, TupleIndex, occurs, own_among, p
 from ..tree.values import from_jsonable
 from .metadata import FileInfo, Metadata, SaveInfo, save_members
 from .names import parse_data_file
-from .room import Room, check_values_fit, record_cost
+from .room import Room, check_values_fit, is_too_much, record_cost
 from .times import SaveTimes
 
 __all__ = [
@@ -63,7 +63,17 @@ _INT64 = range(-(2**63), 2**63)
 _MAX_TOTAL_BYTES = 2**60
 PER_RANK = "per_rank"
 FEATURES = frozenset({PER_RANK})
-_TABLES: weakref.WeakKeyDictionary[ShardTable, bytes] = weakref.WeakKeyDictionary()
+
+
+class _EncodedTable(NamedTuple):
+    """A table in JSON, what that costs to be decoded, and whether ranks' own values are in it."""
+
+    json: bytes
+    cost: int
+    has_own: bool
+
+
+_TABLES: weakref.WeakKeyDictionary[ShardTable, _EncodedTable] = weakref.WeakKeyDictionary()
 
 
 class TableRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -255,10 +265,14 @@ def encode_metadata(metadata: Metadata, value_cost: int = 0) -> bytes:
         UnsupportedValueError: its values are so many and so small that it would be refused.
     """
     same = save_members(metadata) | {"user_metadata": metadata.user_tree, "files": metadata.files}
-    tensors = _table_json(metadata.table)
-    body = msgspec.json.encode(_Body(**same, tensors=tensors, values=metadata.value_records, times=metadata.times))
-    check_values_fit(value_cost + record_cost(body), len(body) + sum(info.size for info in metadata.files))
-    features = [PER_RANK] if own_among(metadata.table.paths) else []
+    table, values = _encoded(metadata.table), metadata.value_records
+    tensors: Any = msgspec.Raw(table.json)
+    body = msgspec.json.encode(_Body(**same, tensors=tensors, values=values, times=metadata.times))
+    nbytes = len(body) + sum(info.size for info in metadata.files)
+    at_most = len(body) + table.cost + 2 * MOST_COST * (len(body) - len(table.json))
+    if is_too_much(value_cost + at_most, nbytes):  # otherwise it is not looked at all of it in each save
+        check_values_fit(value_cost + record_cost(body), nbytes)
+    features = [PER_RANK] if table.has_own else []
     head = Head(FORMAT, VERSION, features, metadata.save_id, len(body), NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
     at = blank.index(b"\n") - len(NO_DIGEST) - 2
@@ -273,12 +287,13 @@ def digest_around(data: bytes | bytearray | memoryview, at: int) -> str:
     return digest.hexdigest()
 
 
-def _table_json(table: ShardTable) -> Any:
-    """A table in JSON. It is kept for as long as the table lives, since saves of an unchanged state share a table."""
+def _encoded(table: ShardTable) -> _EncodedTable:
+    """It is kept for as long as the table lives, since saves of an unchanged state share a table."""
     found = _TABLES.get(table)
     if found is None:
-        found = _TABLES[table] = msgspec.json.encode(table_to_record(table))
-    return msgspec.Raw(found)
+        json = msgspec.json.encode(table_to_record(table))
+        found = _TABLES[table] = _EncodedTable(json, json_cost(json), bool(own_among(table.paths)))
+    return found
 
 
 def decode_head(data: bytes, name: str) -> Head | None:

@@ -107,7 +107,7 @@ class TensorIdentity:
     def _match(self, values: Sequence[Any], place: slice) -> bool:
         """Whether these are the tensors at a place."""
         return (
-            all(map(operator.is_, (reference() for reference in self.references[place]), values))
+            all(map(operator.is_, map(weakref.ref.__call__, self.references[place]), values))
             and read("name", values) == self.names[place]
             and addresses_of(values) == self.addresses[place]
             and _have(values, {name: column[place] for name, column in self.attributes.items()})
@@ -145,8 +145,7 @@ def _have(values: Sequence[Any], expected: Mapping[str, list[Any]]) -> bool:
         list(map(paddle.Tensor.is_dist, values)) == is_dist
         and read("dtype", values) == expected["dtype"]
         and read("shape", values) == expected["shape"]
-        and list(map(local_shape, itertools.compress(values, is_dist)))
-        == list(itertools.compress(expected["local_shape"], is_dist))
+        and list(map(local_shape, _only(values, is_dist))) == _only(expected["local_shape"], is_dist)
         and _have_rest(values, expected)
     )
 
@@ -167,8 +166,8 @@ def _have_rest(values: Sequence[Any], expected: Mapping[str, list[Any]]) -> bool
 def _are_distributed_so(values: Sequence[Any], expected: Mapping[str, list[Any]]) -> bool:
     """Whether the DistTensors among tensors have these meshes and placements."""
 
-    def of_dist(column: Sequence[Any]) -> list[Any]:
-        return list(itertools.compress(column, expected["is_dist"]))
+    def of_dist(column: Sequence[Any]) -> Sequence[Any]:
+        return _only(column, expected["is_dist"])
 
     values, copies = of_dist(values), of_dist(expected["copies"])
     return read("process_mesh", values) == of_dist(expected["mesh"]) and (
@@ -178,8 +177,12 @@ def _are_distributed_so(values: Sequence[Any], expected: Mapping[str, list[Any]]
     )
 
 
+def _only(values: Sequence[Any], chosen: Sequence[bool]) -> Sequence[Any]:
+    return list(itertools.compress(values, chosen)) if False in chosen else values
+
+
 def _without(values: Sequence[Any], left_out: Sequence[bool]) -> list[Any]:
-    return list(itertools.compress(values, map(operator.not_, left_out)))
+    return list(itertools.compress(values, map(operator.not_, left_out))) if False in left_out else []
 
 
 def read(name: str, values: Sequence[Any]) -> list[Any]:

@@ -20,7 +20,8 @@ from paddle_dist_ckpt.core.columns import Column, pack_column
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.core.shards import Kind, ShardTable
-from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
+from paddle_dist_ckpt.files import codec
 from paddle_dist_ckpt.files.codec import decode_head, decode_metadata, decode_note, encode_metadata
 from paddle_dist_ckpt.files.metadata import (
     FileInfo,
@@ -562,3 +563,17 @@ def test_paths_of_very_many_parts_are_refused() -> None:
     body = small_body()
     body["values"] = [["/a" * 300, 1]]
     refused(sealed(body))
+
+
+def test_what_values_cost_is_counted_where_it_might_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by looking at all that is said of tensors, in each save; the bound is never below what is counted."""
+    counted = []
+    count = codec.record_cost
+    monkeypatch.setattr(codec, "record_cost", lambda body: counted.append(len(body)) or count(body))
+    encode_metadata(small())
+    assert counted == []
+    lists: list[Any] = [[] for _ in range(200_000)]
+    encode_metadata(make(small().table, values={"/lists": lists}))  # 0.6 MB, 42 in memory
+    assert len(counted) == 1
+    with pytest.raises(UnsupportedValueError, match="a great many small Python values"):
+        encode_metadata(make(small().table, values={"/lists": lists * 3}))
