@@ -350,7 +350,7 @@ def test_a_disk_that_does_not_answer_is_given_up(tmp_path: Path, call: str, monk
     with install(foreign="former" if call == "former" else "error", load_options=LoadOptions(progress_timeout=0.3)):
         dist.save_state_dict(state(1), tmp_path / "saved")
         read = LocalStorage.read
-        monkeypatch.setattr(LocalStorage, "read", lambda self, *of: (answers.wait(60), read(self, *of))[1])
+        monkeypatch.setattr(LocalStorage, "read", lambda self, *of: (answers.wait(5), read(self, *of))[1])
         try:
             with pytest.raises(CheckpointTimeoutError, match=r"reading .*0\.metadata has not returned for 0\.3 s"):
                 if call == "merge":
