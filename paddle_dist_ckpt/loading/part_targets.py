@@ -82,24 +82,7 @@ def expand(wanted: WantedState, answer: LoadAnswer, table: ShardTable, cast: boo
         stored = [elsewhere.get(path, path) for path in tensors.paths]
         return PartTargets(tensors, stored, [cast] * len(stored))
     result = PartTargets(LocalTensors(), [], [])
-
-    def find(key: str) -> SourceTensor:
-        place = table.index.get(answer.sources.get(key, ""))
-        if place is None:
-            raise RecipeError(f"it is made of {key}, which in the checkpoint is {answer.absent.get(key, 'missing')}")
-        return SourceTensor(table.shape_of(place), table.dtypes[place])
-
-    @functools.cache
-    def overlapping(number: int) -> bool:
-        geometry = tensors.geometries[number]
-        return any(overlaps_itself(geometry, piece) for piece in geometry.shards)
-
-    @functools.cache
-    def local_part(number: int, shape: tuple[int, ...], *part: Any) -> _LocalPart:
-        return _local_part(tensors.geometries[number], Part("", *part), shape)
-
-    maker = PartMaker(find)
-    shard = 0
+    making, shard = _Making(wanted, answer, table, cast, resizing), 0
     for i, path in enumerate(tensors.paths):
         number = tensors.geometry[i]
         geometry = tensors.geometries[number]
@@ -115,31 +98,71 @@ def expand(wanted: WantedState, answer: LoadAnswer, table: ShardTable, cast: boo
             continue
         result.made.add(path)
         try:
-            made = maker.make(recipes[path]) if path in recipes else _arranged(answer.parts[path], geometry, find)
-            fitted = resizing.fitted(path, geometry, made.shape)
+            made, fitted = making.made_for(path, number)
         except (RecipeError, LengthError) as error:
             result.problems.append(Mismatch.at(path, str(error)))
             continue
-        reason = misfit(made, fitted.shape, geometry.dtype, cast)
-        if reason is not None:
-            keys = ", ".join(dict.fromkeys(part.key for part in made.parts))
-            result.problems.append(Mismatch.at(path, f"{reason} (of {keys})"))
-            continue
-        if overlapping(number):  # which the parts may not do, each by itself
-            result.problems.append(Mismatch.at(path, OVERLAPS_ITSELF))
-            continue
         for part in made.parts:
-            shape = find(part.key).shape
-            if fitted is geometry:
-                mine = local_part(number, shape, *part[1:])
-            else:
-                mine = _local_part(fitted, part, shape)
+            mine = making.local_part(number, fitted, part)
             if mine.starts:
                 at = tuple(addresses[piece] + start for piece, start in mine.starts)
                 result.tensors.add(path, TensorView(mine.geometry, at, tensors.owners[i], tensors.names[i]))
                 result.stored.append(answer.sources[part.key])
                 result.cast.append(True)
     return result
+
+
+class _Making:
+    """Finds what tensors are made of; for tensors that are alike once. The arguments are those of :func:`expand`."""
+
+    def __init__(
+        self, wanted: WantedState, answer: LoadAnswer, table: ShardTable, cast: bool, resizing: Resizing
+    ) -> None:
+        self._geometries, self._recipes = wanted.tensors.geometries, wanted.made.recipes
+        self._answer, self._table, self._cast, self._resizing = answer, table, cast, resizing
+        self._maker = PartMaker(self._find)
+        self._overlaps = functools.cache(self._overlaps_itself)
+        self._part_of_like = functools.cache(self._part_of)
+
+    def made_for(self, path: str, number: int) -> tuple[Made, Geometry]:
+        """What a tensor with the geometry of this number is made of, and its geometry as if it ended where that does.
+
+        Raises:
+            RecipeError, LengthError: it cannot be made, or does not fit the tensor.
+        """
+        geometry = self._geometries[number]
+        if path in self._recipes:
+            made = self._maker.make(self._recipes[path])
+        else:
+            made = _arranged(self._answer.parts[path], geometry, self._find)
+        fitted = self._resizing.fitted(path, geometry, made.shape)
+        reason = misfit(made, fitted.shape, geometry.dtype, self._cast)
+        if reason is not None:
+            raise RecipeError(f"{reason} (of {', '.join(dict.fromkeys(part.key for part in made.parts))})")
+        if self._overlaps(number):  # which the parts may not do, each by itself
+            raise RecipeError(OVERLAPS_ITSELF)
+        return made, fitted
+
+    def local_part(self, number: int, fitted: Geometry, part: Part) -> _LocalPart:
+        """What this rank has of a part of such a tensor."""
+        shape = self._find(part.key).shape
+        if fitted is self._geometries[number]:
+            return self._part_of_like(number, shape, *part[1:])
+        return _local_part(fitted, part, shape)
+
+    def _find(self, key: str) -> SourceTensor:
+        place = self._table.index.get(self._answer.sources.get(key, ""))
+        if place is None:
+            what = self._answer.absent.get(key, MISSING)
+            raise RecipeError(f"it is made of {key}, which in the checkpoint is {what}")
+        return SourceTensor(self._table.shape_of(place), self._table.dtypes[place])
+
+    def _overlaps_itself(self, number: int) -> bool:
+        geometry = self._geometries[number]
+        return any(overlaps_itself(geometry, piece) for piece in geometry.shards)
+
+    def _part_of(self, number: int, shape: tuple[int, ...], *part: Any) -> _LocalPart:
+        return _local_part(self._geometries[number], Part("", *part), shape)
 
 
 def _lacks(filled: FilledRecipe, answer: LoadAnswer) -> bool:
