@@ -273,8 +273,7 @@ def _load_into(
                 raise
             advice = [_ADVICE] if "model" not in objects else []
             advice += [_NO_OPTIONS] if "LoadOptions(" in str(error) else []
-            text = str(error).replace(", as key_map says)", ")")  # which is ours
-            raise StateDictMismatchError("\n".join([text, *advice]), error.problems) from None
+            raise StateDictMismatchError("\n".join([str(error), *advice]), error.problems) from None
         if not restarts.due(metadata):
             return others
 

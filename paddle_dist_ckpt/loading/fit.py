@@ -191,7 +191,7 @@ def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[Mismatch]:
         has = "a tensor" if path in tensors else present
         fitting = [key for key, shape in answer.hints.get(path, ()) if shape is None or shape == shapes.get(path)]
         moved = wanted.moved.get(path)
-        looked = "" if moved is None else f" (looked up as {moved!r}, as key_map says)"
+        looked = "" if moved is None else f" (looked up as {moved!r})"
         hint = f"; is {fitting[0]!r} {MEANT}" if len(fitting) == 1 else ""
         if present == _PRESENT["none"] and found.startswith((A_TENSOR, OF_TENSORS)):
             key = moved or plain_key(path)

@@ -9,14 +9,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from ..core.dtypes import DTYPES, can_cast
 from ..core.messages import counted
 from ..core.parts import IdleStatement
 from ..core.text import ranks_text
 from ..errors import StateDictMismatchError
 from ..files.metadata import Metadata
 from ..options import LoadOptions
-from ..planning.recipe_parts import WRONG_DTYPE
+from ..planning.recipe_parts import NOT_CAST, WRONG_DTYPE
 from ..tree.names import parameter_of_run
 from ..tree.paths import plain_key
 from .answering import Answering
@@ -28,8 +27,6 @@ from .wording import MEANT, MISSING, NEEDED, NO_ENTRY
 __all__ = ["NOT_YET", "MismatchCheck", "some_of"]
 
 NOT_YET = "the object there, whose class has its own state_dict(), has no such entry"
-_DTYPE = rf"(?:{'|'.join(DTYPES)})\b"
-_DTYPES = re.compile(rf"{WRONG_DTYPE} (?P<wanted>{_DTYPE}), (?:the checkpoint|its recipe makes) (?P<stored>{_DTYPE})")
 _TRANSPOSED = re.compile(r"the target has shape \[(\d+), (\d+)\], the checkpoint \[\2, \1\]")
 _MOST = 5  # statements, or keys of a key_map, in a warning
 _MOST_LINES = 100  # problems in an error's text
@@ -122,7 +119,7 @@ class MismatchCheck:
             yield (
                 "strict=True lets keys of key_map match nothing" if strictest else f"key_map: {some_of(self.unmatched)}"
             )
-        if not self.options.cast and any(map(_is_castable, lines)):
+        if not self.options.cast and any(WRONG_DTYPE in line and NOT_CAST not in line for line in lines):
             yield "LoadOptions(cast=True) converts dtypes"
         yield from self._advice_on_transposed(problems)
         if any(NO_ENTRY in line or NOT_YET in line for line in lines):
@@ -170,12 +167,6 @@ class MismatchCheck:
         lines = [f"{key}: stored, but nothing asks for it" for key in unused if key not in said and not allowed(key)]
         lines += [f"aoa_config: {one.text!r} changes nothing: {one.reason}" for one in idle]
         return lines + [f"key_map: {text}" for text in self.unmatched]
-
-
-def _is_castable(line: str) -> bool:
-    """Whether a line is about dtypes of which ``LoadOptions(cast=True)`` converts the stored one."""
-    match = _DTYPES.search(line)
-    return match is not None and can_cast(DTYPES[match["stored"]], DTYPES[match["wanted"]])
 
 
 def some_of(texts: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from ..core.tensors import Geometry, LocalShard, TensorView
 from ..errors import CheckpointError
 from ..files.reader import Consumer, view_at
 from ..files.room import Room
-from ..planning.recipe_parts import WRONG_DTYPE
+from ..planning.recipe_parts import WRONG_DTYPE, not_cast
 from ..tree.paths import plain_key
 from ..tree.values import begins_a_dict, decode_value
 from .messages import Mismatch
@@ -330,8 +330,7 @@ def _mismatch(geometry: Geometry, table: ShardTable, tensor: int, cast: bool) ->
     if layout.shape != geometry.shape:
         return f"the target has shape {list(geometry.shape)}, the checkpoint {list(layout.shape)}"
     if stored is not geometry.dtype and not (cast and can_cast(stored, geometry.dtype)):
-        more = ", a cast that is not done" if cast else ""
-        return f"{WRONG_DTYPE} {geometry.dtype.name}, the checkpoint {stored.name}{more}"
+        return f"{WRONG_DTYPE} {geometry.dtype.name}, the checkpoint {stored.name}{not_cast(stored, geometry.dtype)}"
     if geometry.reduction is not None and geometry.reduction.operation == "prod":
         return "loading into a partial tensor of products is not supported"
     return None

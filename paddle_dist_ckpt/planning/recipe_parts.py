@@ -25,10 +25,23 @@ from ..recipes import (
     text_of,
 )
 
-__all__ = ["WRONG_DTYPE", "FilledRecipe", "Made", "PartMaker", "RecipeError", "make_parts", "misfit", "recipe_of"]
+__all__ = [
+    "NOT_CAST",
+    "WRONG_DTYPE",
+    "FilledRecipe",
+    "Made",
+    "PartMaker",
+    "RecipeError",
+    "make_parts",
+    "misfit",
+    "not_cast",
+    "recipe_of",
+]
 
 WRONG_DTYPE = "the target has dtype"
-"""How a mismatch begins that a cast mends."""
+"""How a mismatch of dtypes begins."""
+NOT_CAST = ", a cast that is not done"
+"""How one ends that no cast mends."""
 
 _LONGEST = 200  # of an expression in a message
 _MOST_BOXES = 1 << 18  # of all operations of a recipe together; concat(x, x) time and again makes any number
@@ -199,9 +212,13 @@ def misfit(made: Made, shape: Sequence[int], dtype: DType, cast: bool) -> str | 
     if made.dtype is not dtype and any(part.dtype is not None for part in made.parts):
         return f"its recipe casts to {made.dtype.name}, and not to {dtype.name}, the target's dtype"
     if made.dtype is not dtype and not (cast and can_cast(made.dtype, dtype)):
-        more = ", a cast that is not done" if cast else ""
-        return f"{WRONG_DTYPE} {dtype.name}, its recipe makes {made.dtype.name}{more}"
+        return f"{WRONG_DTYPE} {dtype.name}, its recipe makes {made.dtype.name}{not_cast(made.dtype, dtype)}"
     return None
+
+
+def not_cast(stored: DType, wanted: DType) -> str:
+    """What is added to a mismatch of dtypes that no cast mends."""
+    return "" if can_cast(stored, wanted) else NOT_CAST
 
 
 def _permuted(one: Permuted, inner: Made) -> Made:
