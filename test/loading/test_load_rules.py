@@ -72,7 +72,7 @@ def test_every_problem_of_every_rank_is_listed_on_every_rank_and_nothing_is_touc
         assert len(error.problems) == 6, text
         for line in (
             "table: the target has shape [4, 6], the checkpoint [8, 6] (rank 0)",
-            "narrow: the target has dtype int32, the checkpoint int64 (rank 1)",
+            "narrow: the target has dtype int32, the checkpoint int64, a cast that is not done (rank 1)",
         ):
             assert line in text
         assert "d:" in text
