@@ -19,10 +19,10 @@ from .wiring import checked_id, connected, export_with, members
 
 __all__ = ["export", "export_request", "export_state_dict"]
 
-_NOT_USED = ("recipes", "aoa_config", "key_map", "cast", "resize")
+_NOT_USED = ("key_map", "cast", "resize")
 _INSTEAD = (
-    "tensors are written under the keys and in the shapes that are stored (dtype=... converts them); a state_dict that "
-    "was loaded with it can be written by export_state_dict"
+    "tensors are written under the keys and in the shapes that are stored, or that recipes make (dtype=... converts "
+    "them); a state_dict that was loaded with it can be written by export_state_dict"
 )
 
 
@@ -44,8 +44,9 @@ def export(
 
     Values that the format has no place for are left out, and reported.
 
-    The bytes are streamed, in memory of a few windows of 16 MiB. In a job, all ranks of the group call it, and each
-    writes some of the files. ``out`` appears whole or not at all. Needs Paddle only in a job of several ranks.
+    The bytes are streamed, in memory of a few windows of 16 MiB, and one of 256 MiB where recipes transpose. In a job,
+    all ranks of the group call it, and each writes some of the files. ``out`` appears whole or not at all. Needs Paddle
+    only in a job of several ranks, and for an ``aoa_config``.
 
     Args:
         path: The checkpoint's folder: a str, a PathLike, or a :class:`Storage`.
@@ -55,14 +56,16 @@ def export(
             ranks. ``"pdparams"``: one file with the nested state_dict, values too, for ``paddle.load``; of
             :class:`PerRank` values a dict by rank. ``"native"``: a checkpoint of this library, with id 0.
         unique_id: Which checkpoint; None for the newest.
-        prefix: Export what is below these whole parts of the path, joined by dots; names are without them.
+        prefix: Export what is below these whole parts of the path, joined by dots; names are without them. Of what is
+            made by recipes, and ``keys`` too, the keys are meant for which it is made.
         keys: Flat keys, or patterns as fnmatch has them; with a prefix too, both must hold.
         dtype: Convert floating-point tensors to this type, such as ``"bfloat16"`` or ``paddle.bfloat16``; None leaves
             all bits as they are.
         max_shard_bytes: The most bytes of tensors in a file, if there are several. A larger tensor has its own.
         process_group: The Paddle group whose ranks export together; None for the default group.
-        options: ``timeout``, ``progress_timeout``, ``no_dist`` and ``progress`` are used. What would change the tensors
-            (``recipes``, ``aoa_config``, ``key_map``, ``cast``, ``resize``) is refused.
+        options: ``timeout``, ``progress_timeout``, ``no_dist`` and ``progress`` are used; ``recipes`` and
+            ``aoa_config``, which make all that they can and leave the other tensors as they are, as in
+            :func:`load_merged_state_dict`, and ``strict`` for these. ``key_map``, ``cast`` and ``resize`` are refused.
 
     Returns:
         What was written.
@@ -71,6 +74,7 @@ def export(
         CheckpointNotFoundError: there is no such checkpoint, or nothing in it matches.
         CheckpointCorruptedError: stored bytes are not what was written.
         CheckpointReplacedError: another save replaced the checkpoint meanwhile.
+        StateDictMismatchError: recipes do not fit the checkpoint.
         UnsupportedValueError: the format cannot hold something; or, with ``dtype``, a finite value.
         TypeError, ValueError: an argument is invalid, or ``out`` is there already.
         RankFailureError, CheckpointTimeoutError: another rank failed or went silent.
@@ -82,6 +86,8 @@ def export(
 
     Example:
         >>> export("checkpoints", "for_others", prefix="model", dtype="bfloat16")  # doctest: +SKIP
+        >>> transposed = {"model.{layer}.weight": stored("model.{layer}.weight").T}  # doctest: +SKIP
+        >>> export("checkpoints", "for_torch", options=LoadOptions(recipes=transposed))  # doctest: +SKIP
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
     refuse_unused("export", options, _NOT_USED, _INSTEAD)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
+import msgspec
+
 from .control.ranks import Ranks
 from .core.parts import Arranger
 from .exporting.export import export_checkpoint
 from .exporting.formats import ExportRequest
+from .files.metadata import Metadata
 from .files.names import MOST_IDS
-from .folder.selection import Selection
+from .folder.selection import Chosen, Selection
+from .loading.choosing import choose
 from .loading.load import load
+from .loading.making import arranger_for
 from .loading.merged import load_merged
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
 from .options import LoadOptions, SaveOptions, as_integer, check_timeout, checked
+from .recipes import text_of
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .saving.preparing import snapshot_bytes_of
@@ -49,6 +56,7 @@ __all__ = [
     "source_of",
 ]
 
+_LONGEST_TEXT = 1 << 16  # of a recipe that is compared with those of other ranks
 Options = TypeVar("Options", SaveOptions, LoadOptions)
 Find = Callable[[], tuple[dict[Any, Any], Adapter]]
 """Finds the state_dict, and what makes its tensors accessible; called when other ranks will hear of what it raises."""
@@ -202,6 +210,13 @@ def arranger_of(options: LoadOptions) -> Arranger | None:
     return PaddleArranger(options.aoa_config)
 
 
+def _digest_of_rules(options: LoadOptions) -> str:
+    """By which ranks can tell whether they ask for the same to be made."""
+    recipes = [(key, text_of(recipe, _LONGEST_TEXT)) for key, recipe in (options.recipes or {}).items()]
+    rules = repr((recipes, options.aoa_config)) if recipes or options.aoa_config else ""
+    return hashlib.sha256(rules.encode("utf-8", "surrogatepass")).hexdigest()
+
+
 def load_whole(
     path: Any,
     unique_id: int | None,
@@ -230,6 +245,7 @@ def load_whole(
 
 def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions) -> ExportReport:
     """Export a checkpoint together with other ranks. See :func:`paddle_dist_ckpt.export`."""
+    request = msgspec.structs.replace(request, made=_digest_of_rules(options))
     with (
         ranks.session("export", options.timeout) as made,
         made as session,
@@ -237,7 +253,12 @@ def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOp
         bounded_folders(options.progress_timeout, ranks.rank) as folders,
     ):
         session.end_collectives()  # it has none
-        return export_checkpoint(session, storage, request, options.progress, folders)
+        arranger = arranger_for(options, arranger_of(options))
+
+        def choose_all(metadata: Metadata) -> Chosen:
+            return choose(metadata, storage.location, request.selection, arranger, bool(options.strict))
+
+        return export_checkpoint(session, storage, request, choose_all, options.progress, folders)
 
 
 def members(process_group: Any, options: LoadOptions) -> Ranks:

@@ -20,8 +20,9 @@ from paddle_dist_ckpt import list_checkpoints, read_metadata
 from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
+from paddle_dist_ckpt.exporting.formats import Choose, ExportRequest
 from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
-from paddle_dist_ckpt.folder.selection import Selection
+from paddle_dist_ckpt.folder.selection import Chosen, Selection, select
 from paddle_dist_ckpt.loading.merged import load_merged
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.reports import LoadReport, SaveReport
@@ -160,6 +161,11 @@ def load_whole(
 
 
 # -- arrays
+
+
+def all_of(request: ExportRequest) -> Choose:
+    """Chooses for an export what the request says, as it is stored."""
+    return lambda metadata: Chosen(select(metadata, request.selection), {}, {})
 
 
 def make_array(shape: Sequence[int], dtype: str = "float32", seed: int = 0) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from enum import Enum
 from typing import Annotated
@@ -12,7 +13,7 @@ from .arguments import CheckpointPath, Identifier, Json
 from .documents import print_json
 from .output import count, human_bytes, say
 
-__all__ = ["Cast", "Keys", "MostBytes", "Out", "Prefix", "Target", "convert", "write"]
+__all__ = ["Cast", "Keys", "MostBytes", "Out", "Prefix", "Rules", "Target", "convert", "write"]
 
 _MOST_SHOWN = 10
 
@@ -41,6 +42,15 @@ Cast = Annotated[
     str | None,
     typer.Option("--dtype", metavar="TYPE", help="Convert floating-point tensors to this type, such as bfloat16."),
 ]
+Rules = Annotated[
+    str | None,
+    typer.Option(
+        "--recipes",
+        metavar="FILE",
+        help="Make tensors by the recipes, or the aoa_config, of this file; see the command recipes, which shows what "
+        "they make. A Python file is run.",
+    ),
+]
 MostBytes = Annotated[
     int,
     typer.Option(
@@ -57,6 +67,7 @@ def convert(
     prefix: Prefix = None,
     key: Keys = None,
     dtype: Cast = None,
+    recipes: Rules = None,
     max_shard_bytes: MostBytes = 5_000_000_000,
     json: Json = False,
 ) -> None:
@@ -65,18 +76,20 @@ def convert(
     native: a checkpoint of this library, with checksums, and with the values. safetensors: as Hugging Face lays it out.
     paddle: for Paddle's own dist.load_state_dict. pdparams: one file for paddle.load, with the values.
 
-    Tensors are written whole, in little memory, and bit by bit as they are stored, but for --dtype. Every block that is
-    read is verified, where the format has checksums. OUT is there when all of it is, or not at all. Started by
-    paddle.distributed.launch, several processes share the files.
+    Tensors are written whole, in little memory, and bit by bit as they are stored, but for --dtype and --recipes; with
+    these, --prefix and --key select by the names that tensors get. Every block that is read is verified, where the
+    format has checksums. OUT is there when all of it is, or not at all. Started by paddle.distributed.launch, several
+    processes share the files.
 
     \b
     Examples:
       paddle-dist-ckpt convert paddle_checkpoint checkpoints --to native
       paddle-dist-ckpt convert checkpoints model.pdparams --to pdparams --prefix model
+      paddle-dist-ckpt convert checkpoints for_torch --to safetensors --recipes transposed.py
       python -m paddle.distributed.launch --nproc_per_node 4 $(which paddle-dist-ckpt) \\
           convert checkpoints for_others --to safetensors --dtype bfloat16
     """
-    write(path, out, to, unique_id, prefix, key, dtype, max_shard_bytes, json)
+    write(path, out, to, unique_id, prefix, key, dtype, recipes, max_shard_bytes, json)
 
 
 def write(
@@ -87,13 +100,16 @@ def write(
     prefix: str | None,
     keys: list[str] | None,
     dtype: str | None,
+    recipes: str | None,
     max_shard_bytes: int,
     json: bool,
 ) -> None:
     """Write it, and say on one rank what was written. See :func:`paddle_dist_ckpt.export`."""
     from ..export_calls import export
     from ..options import LoadOptions
+    from .making import read_rules
 
+    rules = LoadOptions() if recipes is None else read_rules(recipes)
     report = export(
         path,
         out,
@@ -103,7 +119,7 @@ def write(
         keys=keys or None,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
-        options=LoadOptions(progress=False if json else None),
+        options=dataclasses.replace(rules, progress=False if json else None),
     )
     if os.environ.get("PADDLE_TRAINER_ID", "0") != "0":
         return

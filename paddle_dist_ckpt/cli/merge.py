@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .arguments import CheckpointPath, Identifier, Json
-from .convert import Cast, Keys, MostBytes, Out, Prefix, Target, write
+from .convert import Cast, Keys, MostBytes, Out, Prefix, Rules, Target, write
 
 __all__ = ["merge"]
 
@@ -20,6 +20,7 @@ def merge(
     prefix: Prefix = None,
     key: Keys = None,
     dtype: Cast = None,
+    recipes: Rules = None,
     max_shard_bytes: MostBytes = 5_000_000_000,
     json: Json = False,
 ) -> None:
@@ -31,4 +32,4 @@ def merge(
     Examples:
       paddle-dist-ckpt merge checkpoints for_others --prefix model --dtype bfloat16
     """
-    write(path, out, to, unique_id, prefix, key, dtype, max_shard_bytes, json)
+    write(path, out, to, unique_id, prefix, key, dtype, recipes, max_shard_bytes, json)

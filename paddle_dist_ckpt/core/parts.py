@@ -79,6 +79,15 @@ class Part(NamedTuple):
                 shape[axis] = extent
         return self._replace(box=Box(tuple(offset), tuple(shape)), place=common)
 
+    def of_box(self, box: Box) -> Part:
+        """What of it a box is that lies in its box of the stored tensor."""
+        offset, shape = list(self.place.offset), list(self.place.shape)
+        for d, axis in enumerate(self.axes):
+            if axis != NEW:
+                offset[d] += box.offset[axis] - self.box.offset[axis]
+                shape[d] = box.shape[axis]
+        return self._replace(box=box, place=Box(tuple(offset), tuple(shape)))
+
     def permuted(self, axes: Sequence[int]) -> Part:
         """The same for a wanted tensor with its axes in this order."""
         place = Box(tuple(self.place.offset[a] for a in axes), tuple(self.place.shape[a] for a in axes))

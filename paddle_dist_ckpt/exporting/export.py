@@ -37,7 +37,7 @@ from ..reports import ExportReport, Stopwatch
 from ..storage import Folders
 from ..storage.base import Storage
 from ..storage.local import give_name, rename
-from .formats import FORMATS, ExportPlan, ExportRequest, plan_export
+from .formats import FORMATS, Choose, ExportPlan, ExportRequest, plan_export
 from .stream import write_files
 
 __all__ = ["check_free", "export_checkpoint"]
@@ -72,6 +72,7 @@ def export_checkpoint(
     session: ControlSession,
     source: Storage,
     request: ExportRequest,
+    choose: Choose,
     progress: bool | None,
     folders: Folders,
 ) -> ExportReport:
@@ -81,6 +82,7 @@ def export_checkpoint(
         session: The ranks. Each writes whole files, about equally many bytes.
         source: The checkpoint's folder.
         request: What to export.
+        choose: Says what that is of the checkpoint, and of what it is made; on all ranks the same for one request.
         progress: Whether to show a bar on the coordinator; None if stderr is a terminal.
         folders: Opens local folders, and does what else is done to them.
 
@@ -88,7 +90,7 @@ def export_checkpoint(
         See :func:`paddle_dist_ckpt.export`.
     """
     watch = Stopwatch()
-    coordinator = _Coordinator(session, source, folders) if session.rank == session.coordinator else None
+    coordinator = _Coordinator(session, source, choose, folders) if session.rank == session.coordinator else None
     try:
         with watch.phase("plan"):
             _, begun = ask(
@@ -97,7 +99,7 @@ def export_checkpoint(
 
         def write() -> tuple[ExportPlan, WrittenFiles]:
             try:
-                plan = coordinator.plan if coordinator is not None else _plan(session, source, request, begun)
+                plan = coordinator.plan if coordinator is not None else _plan(session, source, request, choose, begun)
                 return plan, _write_share(session, source, plan, begun, progress, folders)
             except CheckpointCorruptedError as error:
                 _check_not_replaced(source, read_checkpoint(source, begun.unique_id), begun, error)
@@ -131,8 +133,8 @@ class _Coordinator:
 
     plan: ExportPlan
 
-    def __init__(self, session: ControlSession, source: Storage, folders: Folders) -> None:
-        self._session, self._source, self._folders = session, source, folders
+    def __init__(self, session: ControlSession, source: Storage, choose: Choose, folders: Folders) -> None:
+        self._session, self._source, self._choose, self._folders = session, source, choose, folders
         self._hidden: Path | None = None
 
     def begin(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -162,7 +164,8 @@ class _Coordinator:
             # PerRank values speak of the ranks that have saved.
             self._save = SaveInfo.of_now(secrets.token_hex(8), metadata.world_size, SaveOptions().block_bytes, None)
             try:
-                self.plan = plan_export(self._source, metadata, self._request, len(self._session.ranks), self._save)
+                ranks = len(self._session.ranks)
+                self.plan = plan_export(self._source, metadata, self._request, self._choose, ranks, self._save)
                 return metadata
             except (CheckpointCorruptedError, FileNotFoundError):
                 if not restarts.due(metadata):
@@ -272,11 +275,13 @@ def _warn_of_others(out: Path, source: Storage) -> None:
                 )
 
 
-def _plan(session: ControlSession, source: Storage, request: ExportRequest, begun: BeginAnswer) -> ExportPlan:
+def _plan(
+    session: ControlSession, source: Storage, request: ExportRequest, choose: Choose, begun: BeginAnswer
+) -> ExportPlan:
     """Plan as the coordinator has done it."""
     metadata = read_checkpoint(source, begun.unique_id)
     _check_not_replaced(source, metadata, begun)
-    return plan_export(source, metadata, request, len(session.ranks), begun.save)
+    return plan_export(source, metadata, request, choose, len(session.ranks), begun.save)
 
 
 def _check_not_replaced(

@@ -10,24 +10,27 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..core.decoding import MOST_COST, json_cost
-from ..core.dtypes import dtype_named
+from ..core.dtypes import DType, dtype_named
 from ..core.messages import prepare
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..files.metadata import Metadata, SaveInfo
 from ..files.room import check_values_fit, is_too_much
 from ..folder.checkpoint import check_sizes
-from ..folder.selection import Selection, select, selected_keys, unread
+from ..folder.selection import Chosen, Selection, unread
 from ..folder.stored_values import read_json, read_values
 from ..storage.base import Storage
 from ..tree.paths import flat_keys
 from ..tree.values import from_jsonable
 from .native import plan_native
 from .paddle_files import plan_paddle, plan_pdparams
-from .plan import ExportFile, ExportTensor, divide_files
+from .plan import ExportFile, ExportTensor, StoredPart, divide_files
 from .safetensors import plan_safetensors
 
-__all__ = ["FORMATS", "ExportPlan", "ExportRequest", "plan_export"]
+__all__ = ["FORMATS", "Choose", "ExportPlan", "ExportRequest", "plan_export"]
+
+Choose = Callable[[Metadata], Chosen]
+"""Says what is exported of a checkpoint."""
 
 
 class ExportRequest(msgspec.Struct, frozen=True):
@@ -42,6 +45,7 @@ class ExportRequest(msgspec.Struct, frozen=True):
         dtype: The floating-point type to convert to, or None.
         max_shard_bytes: The most bytes of tensors in a file, if there are several.
         stem: What the names of safetensors files begin with.
+        made: What tensors are made of, as text.
     """
 
     out: str
@@ -52,6 +56,12 @@ class ExportRequest(msgspec.Struct, frozen=True):
     dtype: str | None
     max_shard_bytes: int
     stem: str = "model"
+    made: str = ""
+
+    @property
+    def selection(self) -> Selection:
+        """Which part of the checkpoint."""
+        return Selection(self.prefix, self.keys)
 
 
 prepare([ExportRequest])
@@ -115,13 +125,16 @@ class ExportFormat:
     is_file: bool = False
 
 
-def plan_export(source: Storage, metadata: Metadata, request: ExportRequest, ranks: int, save: SaveInfo) -> ExportPlan:
+def plan_export(
+    source: Storage, metadata: Metadata, request: ExportRequest, choose: Choose, ranks: int, save: SaveInfo
+) -> ExportPlan:
     """Plan an export; on every rank alike.
 
     Args:
         source: The checkpoint's folder.
         metadata: What it holds.
         request: What is wanted of it.
+        choose: Says what that is.
         ranks: How many ranks write.
         save: What a checkpoint that is made of it is called.
 
@@ -129,34 +142,63 @@ def plan_export(source: Storage, metadata: Metadata, request: ExportRequest, ran
         See :func:`paddle_dist_ckpt.export`.
     """
     target, table = FORMATS[request.format], metadata.table
-    selection = Selection(request.prefix, request.keys)
-    paths = select(metadata, selection)
+    found = choose(metadata)
+    paths = found.paths
     # In a checkpoint of this library keys follow from its own paths alone.
-    found = flat_keys(list(paths.values())) if request.format == "native" else selected_keys(metadata, paths)
-    keys = dict(zip(paths, found, strict=True))
+    keys = flat_keys(list(paths.values())) if request.format == "native" else found.keys(metadata)
     wanted = dtype_named(request.dtype) if request.dtype is not None else None
-    chosen = _Selected([], [], [])
+    chosen, making = _Selected([], [], []), _TensorMaker(metadata, found, wanted)
     left_out = []
-    for path, key in keys.items():
+    for path, key in zip(paths, keys, strict=True):
+        if path in found.made:
+            chosen.tensors.append(making.made(path, key))
+            continue
         row = table.index.get(path)
         kind = Kind(int(table.kinds[row])) if row is not None else Kind.VALUE
         if kind == Kind.VALUE and not target.holds_values:
             left_out.append(key)
         elif row is not None:
-            stored, shape = table.dtypes[row], table.shape_of(row)
-            dtype = wanted if wanted is not None and stored.category == "float" else stored
-            tensor = ExportTensor(row, paths[path], key, shape, stored, dtype, table.names[row], kind)
+            tensor = making.as_stored(path, key, row, kind)
             (chosen.large if kind == Kind.VALUE else chosen.tensors).append(tensor)
     if target.holds_values:
         chosen.values.extend((paths[path], tree) for path, tree in metadata.value_records if path in paths)
     named = [key for key in left_out if request.keys is not None and key in request.keys]
     if named:
         raise UnsupportedValueError(f"{', '.join(named[:5])}: no tensor, so the format has no place for it")
-    used = sorted(tensor.row for tensor in (*chosen.tensors, *chosen.large))
+    used = sorted({part.row for tensor in (*chosen.tensors, *chosen.large) for part in tensor.parts})
     check_sizes(source, metadata, sorted(set(table.select(used)[0].shard_file.tolist())))
     plan = target.plan(chosen, _Job(source, metadata, request, ranks, save))
-    plan.left_out.extend([*left_out, *unread(metadata, selection)])
+    plan.left_out.extend([*left_out, *unread(metadata, request.selection)])
     return plan
+
+
+class _TensorMaker:
+    """Makes the tensors of an export; ``wanted`` is the type to convert floating-point tensors to, if there is one."""
+
+    def __init__(self, metadata: Metadata, chosen: Chosen, wanted: DType | None) -> None:
+        self._metadata, self._chosen, self._wanted = metadata, chosen, wanted
+        self._rows = {metadata.key(path): row for row, path in enumerate(metadata.table.paths)} if chosen.made else {}
+
+    def as_stored(self, path: str, key: str, row: int, kind: Kind) -> ExportTensor:
+        """A tensor, or what else is stored like one, as it is in the checkpoint."""
+        table = self._metadata.table
+        dtype, shape = table.dtypes[row], table.shape_of(row)
+        parts, place = [StoredPart(row, dtype)], self._chosen.paths[path]
+        return ExportTensor(place, key, shape, self._converted(dtype), parts, table.names[row], kind)
+
+    def made(self, path: str, key: str) -> ExportTensor:
+        """A tensor that is made of parts of others. What a recipe casts has the type that it says."""
+        one, table = self._chosen.made[path], self._metadata.table
+        rows = [self._rows[part.key] for part in one.parts]
+        parts = [StoredPart(row, table.dtypes[row], part) for row, part in zip(rows, one.parts, strict=True)]
+        dtype = one.dtype_of(self._chosen.stored)
+        is_cast = any(part.dtype is not None for part in one.parts)
+        return ExportTensor(
+            self._chosen.paths[path], key, tuple(one.shape), dtype if is_cast else self._converted(dtype), parts
+        )
+
+    def _converted(self, dtype: DType) -> DType:
+        return self._wanted if self._wanted is not None and dtype.category == "float" else dtype
 
 
 def _divided(job: _Job, files: list[ExportFile]) -> ExportPlan:
@@ -195,14 +237,14 @@ def _check_values(job: _Job, files: Sequence[ExportFile], draft: Metadata) -> No
     stored = [part for part in large if part.data is None]
     cost = draft.cost + sum(json_cost(part.data) for part in large if part.data is not None)
     if is_too_much(cost + MOST_COST * sum(part.nbytes for part in stored), nbytes):
-        found = read_json(job.source, job.metadata, [part.row for part in stored])
+        found = read_json(job.source, job.metadata, [part.parts[0].row for part in stored])
         cost += sum(json_cost(data.data) for data in found if not isinstance(data, CheckpointCorruptedError))
         check_values_fit(cost, nbytes)
 
 
 def _read_values(source: Storage, metadata: Metadata, large: Sequence[ExportTensor]) -> list[tuple[str, Any]]:
     """Path and value of what is stored like tensors."""
-    found = list(read_values(source, metadata, [tensor.row for tensor in large]))
+    found = list(read_values(source, metadata, [tensor.parts[0].row for tensor in large]))
     damaged = [value for value in found if isinstance(value, CheckpointCorruptedError)]
     if damaged:
         raise damaged[0]

@@ -121,7 +121,7 @@ def _small_and_large(
             small.append((path, tree))
             total += len(json)
         else:
-            large.append(ExportTensor(-1, path, keys[path], (len(json),), _BYTE, _BYTE, None, Kind.VALUE, json))
+            large.append(ExportTensor(path, keys[path], (len(json),), _BYTE, kind=Kind.VALUE, data=json))
     return small, large
 
 

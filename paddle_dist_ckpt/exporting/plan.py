@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import add
+from typing import NamedTuple
 
-from ..core.box import Box, cut_flat_range
+from ..core.box import Box, cut_flat_range, whole
+from ..core.cached import cached_property
 from ..core.dtypes import DType
+from ..core.parts import NEW, Part
 from ..core.shards import Kind
 from ..files.datafile import DataFileInfo, FileTable
 
@@ -20,38 +24,53 @@ __all__ = [
     "ExportTensor",
     "ExportWindow",
     "OwnHeader",
+    "PieceSource",
+    "StoredPart",
     "cut_in_windows",
     "divide_files",
     "fill_files",
 ]
 
 WINDOW_BYTES = 16 << 20  # large beside the blocks at its edges, which are read twice
+_TURNED_BYTES = 256 << 20  # of a window of a transposed tensor, for which all of its blocks may have to be read
 CONVERTED_BYTES = 4 << 20  # as stored; of what is converted there are several copies for a moment
 _PAGE = 4096  # windows start at pages, if they can, so that they can be written past the page cache
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExportTensor:
-    """A whole tensor of a checkpoint, or what else is stored like one, as it is written to a file.
+class StoredPart(NamedTuple):
+    """A box of a stored tensor that is a box of one of the export.
 
     Attributes:
-        row: Its place in the checkpoint's table.
+        row: The stored tensor's place in the checkpoint's table.
+        dtype: Its element type.
+        part: The boxes; None if both are all of the tensor, as it is.
+    """
+
+    row: int
+    dtype: DType
+    part: Part | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExportTensor:
+    """A whole tensor, or what else is stored like one, as it is written to a file.
+
+    Attributes:
         path: Its path in the nested state_dict that is exported.
         key: Its flat key there.
         shape: Its shape.
-        stored: Its element type in the checkpoint.
         dtype: Its element type in the file.
+        parts: What it is made of: all of one tensor of the checkpoint, or by a recipe.
         name: The framework's variable name, if it is known.
         kind: What it is.
         data: Its bytes, if they are not to be read from the checkpoint.
     """
 
-    row: int
     path: str
     key: str
     shape: tuple[int, ...]
-    stored: DType
     dtype: DType
+    parts: Sequence[StoredPart] = ()
     name: str | None = None
     kind: Kind = Kind.TENSOR
     data: bytes | None = None
@@ -62,9 +81,10 @@ class ExportTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def is_converted(self) -> bool:
-        """Whether its items are converted on the way."""
-        return self.dtype != self.stored
+    def is_turned(self) -> bool:
+        """Whether rows of it are columns of what is stored."""
+        found = ([axis for axis in one.part.axes if axis != NEW] for one in self.parts if one.part is not None)
+        return any(axes != sorted(axes) for axes in found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +102,7 @@ class OwnHeader:
     size: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ExportFile:
     """A file: bytes that are known from the start, and tensors between them, one behind the other.
 
@@ -96,12 +116,28 @@ class ExportFile:
     parts: Sequence[bytes | ExportTensor]
     own: OwnHeader | None = None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Its size in bytes."""
         if self.own is not None:
             return self.own.size
         return sum(part.nbytes if isinstance(part, ExportTensor) else len(part) for part in self.parts)
+
+
+class PieceSource(NamedTuple):
+    """What is read for a piece of a tensor.
+
+    Attributes:
+        row: The stored tensor's place in the checkpoint's table.
+        dtype: Its element type.
+        box: What is read of it.
+        part: Where that goes in the piece, counted from the piece's corner; None if it is all of it, as it is.
+    """
+
+    row: int
+    dtype: DType
+    box: Box
+    part: Part | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,17 +155,31 @@ class ExportPiece:
     box: Box
 
     @property
-    def stored_bytes(self) -> int:
-        """How many bytes it has in the checkpoint."""
-        return self.box.size * self.tensor.stored.itemsize
-
-    @property
     def stop(self) -> int:
         """Where its bytes end."""
         return self.start + self.box.size * self.tensor.dtype.itemsize
 
+    def sources(self) -> Iterator[PieceSource]:
+        """What it is read from; what is converted in boxes of some megabytes."""
+        for row, dtype, part in self.tensor.parts:
+            box, mine = self.box, None
+            if part is not None:
+                mine = part.within(self.box)
+                if mine is None:
+                    continue
+                box, mine = mine.box, mine._replace(place=mine.place.relative_to(self.box.offset))
+            most = CONVERTED_BYTES // dtype.itemsize
+            if dtype is self.tensor.dtype or box.size <= most:
+                yield PieceSource(row, dtype, box, mine)
+                continue
+            mine = mine or Part(self.tensor.key, box, tuple(range(len(box.shape))), whole(box.shape))
+            for start in range(0, box.size, most):
+                for some in cut_flat_range(box.shape, start, min(start + most, box.size)):
+                    there = Box(tuple(map(add, some.offset, box.offset)), some.shape)
+                    yield PieceSource(row, dtype, there, mine.of_box(there))
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(slots=True, eq=False)
 class ExportWindow:
     """Consecutive bytes of a file.
 
@@ -141,48 +191,49 @@ class ExportWindow:
     """
 
     start: int
-    nbytes: int
-    known: list[tuple[int, bytes]]
-    pieces: list[ExportPiece]
+    nbytes: int = 0
+    known: list[tuple[int, bytes]] = field(default_factory=list)
+    pieces: list[ExportPiece] = field(default_factory=list)
+
+    def add(self, part: bytes | ExportTensor, span: range) -> None:
+        """Add some more bytes behind those that it has: a span of the bytes of a part."""
+        if isinstance(part, ExportTensor):
+            item, start = part.dtype.itemsize, self.nbytes
+            for box in cut_flat_range(part.shape, span.start // item, span.stop // item):
+                self.pieces.append(ExportPiece(start, part, box))
+                start = self.pieces[-1].stop
+        else:
+            self.known.append((self.nbytes, part[span.start : span.stop]))
+        self.nbytes += len(span)
 
 
-def cut_in_windows(file: ExportFile, most: int = WINDOW_BYTES) -> list[ExportWindow]:
-    """A file as windows of at most ``most`` bytes, in order. No item of a tensor is cut in two.
+def cut_in_windows(file: ExportFile, most: int = WINDOW_BYTES, most_turned: int = _TURNED_BYTES) -> list[ExportWindow]:
+    """A file as windows, in order. No item of a tensor is cut in two.
 
     Args:
         file: The file.
-        most: A multiple of a page, and more than an item has.
+        most: The most bytes of a window: a multiple of a page, and more than an item has.
+        most_turned: The same for those of a transposed tensor, if it has more than there is room for in a window.
     """
-    windows = [ExportWindow(0, 0, [], [])]
+    windows = [ExportWindow(0)]
     at, limit = 0, most
     for part in file.parts:
         size, item = (part.nbytes, part.dtype.itemsize) if isinstance(part, ExportTensor) else (len(part), 1)
+        has_own = isinstance(part, ExportTensor) and size > limit - at and part.is_turned
+        room = most_turned if has_own else most
+        limit = at if has_own else limit
         done = 0
         while done < size:
             take = min(size - done, limit - at) // item * item
             if not take:
-                windows.append(ExportWindow(at, 0, [], []))
-                limit = (at + most) // _PAGE * _PAGE
-                limit = limit if limit - at >= item else at + most
+                windows.append(ExportWindow(at))
+                limit = (at + room) // _PAGE * _PAGE
+                limit = limit if limit - at >= item else at + room
                 continue
-            windows[-1] = _with(windows[-1], part, range(done, done + take))
+            windows[-1].add(part, range(done, done + take))
             done, at = done + take, at + take
-    return windows if at else []
-
-
-def _with(window: ExportWindow, part: bytes | ExportTensor, span: range) -> ExportWindow:
-    """A window with some more bytes behind those that it has: a span of the bytes of a part."""
-    start = window.nbytes
-    if isinstance(part, ExportTensor):
-        item = part.dtype.itemsize
-        most = len(span) if not part.is_converted else CONVERTED_BYTES // part.stored.itemsize * item
-        for low in range(span.start, span.stop, most):
-            for box in cut_flat_range(part.shape, low // item, min(low + most, span.stop) // item):
-                window.pieces.append(ExportPiece(start, part, box))
-                start = window.pieces[-1].stop
-    else:
-        window.known.append((start, part[span.start : span.stop]))
-    return replace(window, nbytes=window.nbytes + len(span))
+        limit = at if has_own else limit
+    return [window for window in windows if window.nbytes]
 
 
 def fill_files(tensors: Sequence[ExportTensor], most: int) -> list[list[ExportTensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,20 +13,35 @@ from ..core.box import flat_range
 from ..core.buffers import Buffers
 from ..core.dtypes import cast_array
 from ..core.memory import Bytes1D
+from ..core.parts import NEW, Part
 from ..core.threads import run_all
 from ..errors import UnsupportedValueError
 from ..files.block_hashes import BlockHashes
 from ..files.contents import Window
 from ..files.metadata import FileInfo, Metadata
+from ..files.reader import view_at
 from ..files.writer import FileSave
 from ..folder.boxes import BoxReader
 from ..storage.base import Storage, WritableFile
 from ..storage.capabilities import extended
-from .plan import CONVERTED_BYTES, WINDOW_BYTES, ExportFile, ExportPiece, ExportWindow, cut_in_windows
+from .plan import CONVERTED_BYTES, WINDOW_BYTES, ExportFile, ExportPiece, ExportWindow, PieceSource, cut_in_windows
 
 __all__ = ["write_files"]
 
 _ZEROS = memoryview(bytes(WINDOW_BYTES))  # of which nobody has memory until it is read, and then of one page
+
+
+class _Read(NamedTuple):
+    """What is read for a piece: the number of the box among the reader's, the piece, and where it comes from."""
+
+    number: int
+    piece: ExportPiece
+    source: PieceSource
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether its items are converted on the way."""
+        return self.source.dtype is not self.piece.tensor.dtype
 
 
 def write_files(
@@ -37,7 +53,7 @@ def write_files(
     check: Callable[[], None],
     progress: Callable[[int], None],
 ) -> list[FileInfo]:
-    """Write files and make them durable, in memory of a few windows.
+    """Write files and make them durable, in memory of a few windows, among them at most one of a transposed tensor.
 
     Args:
         source: The checkpoint's folder.
@@ -57,13 +73,18 @@ def write_files(
         OSError: reading or writing failed.
     """
     cut = [cut_in_windows(file) for file in files]
-    stored = [p for windows in cut for window in windows for p in window.pieces if p.tensor.data is None]
-    rows = {id(piece): row for row, piece in enumerate(stored)}
+    pieces = [piece for windows in cut for window in windows for piece in window.pieces]
+    pairs = ((piece, source) for piece in pieces for source in piece.sources())
+    reads = [_Read(number, piece, source) for number, (piece, source) in enumerate(pairs)]
+    of_piece: dict[int, list[_Read]] = {id(piece): [] for piece in pieces}
+    for read in reads:
+        of_piece[id(read.piece)].append(read)
     buffers = Buffers(threads)
     written: list[FileInfo] = []
-    with BoxReader(source, metadata, [p.tensor.row for p in stored], [p.box for p in stored]) as reader:
+    rows, boxes = [read.source.row for read in reads], [read.source.box for read in reads]
+    with BoxReader(source, metadata, rows, boxes) as reader:
         for file, windows in zip(files, cut, strict=True):
-            content = _Content(file, windows, reader, rows, buffers, progress)
+            content = _Content(file, windows, reader, of_piece, buffers, progress)
             if file.own is None:
                 out = target.create(file.name)
                 with closing(out):
@@ -86,7 +107,7 @@ class _Content:
         file: The file.
         cut: Its windows.
         reader: Reads what is stored in the checkpoint.
-        rows: The place of each of those pieces among the reader's boxes, by the piece's ``id``.
+        reads: What is read for each piece, by the piece's ``id``.
         buffers: One for each thread.
         progress: Told of holes that are not written, and by :meth:`tasks` of what is.
 
@@ -99,11 +120,11 @@ class _Content:
         file: ExportFile,
         cut: Sequence[ExportWindow],
         reader: BoxReader,
-        rows: Mapping[int, int],
+        reads: Mapping[int, Sequence[_Read]],
         buffers: Buffers,
         progress: Callable[[int], None],
     ) -> None:
-        self._cut, self._reader, self._rows, self._buffers, self._progress = cut, reader, rows, buffers, progress
+        self._cut, self._reader, self._reads, self._buffers, self._progress = cut, reader, reads, buffers, progress
         self._entries = {id(part): i for i, part in enumerate(file.parts)}
         self.keeps_holes = False
 
@@ -122,7 +143,8 @@ class _Content:
     def _is_hole(self, window: ExportWindow) -> bool:
         """Whether all of a window is zeros that are nowhere on the disk; they are zeros in any type."""
         return not window.known and all(
-            piece.tensor.data is None and self._reader.is_hole(self._rows[id(piece)]) for piece in window.pieces
+            piece.tensor.data is None and all(self._reader.is_hole(read.number) for read in self._reads[id(piece)])
+            for piece in window.pieces
         )
 
     def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
@@ -136,19 +158,21 @@ class _Content:
         if self.keeps_holes and self._is_hole(window):
             if hashes is not None:
                 for piece in window.pieces:
-                    hashes.add(self._entries[id(piece.tensor)], _start_of(piece), _ZEROS[: piece.stop - piece.start])
+                    entry, start, nbytes = self._entries[id(piece.tensor)], _start_of(piece), piece.stop - piece.start
+                    for done in range(0, nbytes, len(_ZEROS)):
+                        hashes.add(entry, start + done, _ZEROS[: nbytes - done])
             self._progress(window.nbytes)
             yield window.start, np.zeros(0, np.uint8)
             return
         with self._buffers.borrow(window.nbytes) as buffer:
             for start, data in window.known:
                 buffer[start : start + len(data)] = np.frombuffer(data, np.uint8)
-            for pieces in _read_together(window.pieces):
-                targets = [_target(piece, buffer) for piece in pieces]
-                self._reader.read([self._rows[id(piece)] for piece in pieces], targets)
-                for piece, items in zip(pieces, targets, strict=True):
-                    if piece.tensor.is_converted:
-                        _convert(piece, items, buffer)
+            for reads in _read_together([read for piece in window.pieces for read in self._reads[id(piece)]]):
+                targets = [_target(read, buffer) for read in reads]
+                self._reader.read([read.number for read in reads], targets)
+                for read, items in zip(reads, targets, strict=True):
+                    if read.is_converted:
+                        _convert(read, items, buffer)
                 del targets
             for piece in window.pieces:
                 if piece.tensor.data is not None:
@@ -160,19 +184,19 @@ class _Content:
             yield window.start, buffer
 
 
-def _read_together(pieces: Sequence[ExportPiece]) -> Iterator[list[ExportPiece]]:
-    """The pieces that are stored in the checkpoint: those that stay as they are, and the others some at a time."""
-    stored = [piece for piece in pieces if piece.tensor.data is None]
-    yield [piece for piece in stored if not piece.tensor.is_converted]
-    some: list[ExportPiece] = []
+def _read_together(reads: Sequence[_Read]) -> Iterator[list[_Read]]:
+    """What stays as it is, and then what is converted, some at a time."""
+    yield [read for read in reads if not read.is_converted]
+    some: list[_Read] = []
     nbytes = 0
-    for piece in stored:
-        if piece.tensor.is_converted:
-            if some and nbytes + piece.stored_bytes > CONVERTED_BYTES:
+    for read in reads:
+        if read.is_converted:
+            size = read.source.box.size * read.source.dtype.itemsize
+            if some and nbytes + size > CONVERTED_BYTES:
                 yield some
                 some, nbytes = [], 0
-            some.append(piece)
-            nbytes += piece.stored_bytes
+            some.append(read)
+            nbytes += size
     yield some
 
 
@@ -183,17 +207,29 @@ def _start_of(piece: ExportPiece) -> int:
     return elements[0] * piece.tensor.dtype.itemsize
 
 
-def _target(piece: ExportPiece, buffer: Bytes1D) -> np.ndarray:
-    """Where to read a piece: its place in the window, or, if it is to be converted, memory of its own."""
-    if piece.tensor.is_converted:
-        return np.empty(piece.box.shape, piece.tensor.stored.raw)
-    return buffer[piece.start : piece.stop].view(piece.tensor.dtype.raw).reshape(piece.box.shape)
+def _target(read: _Read, buffer: Bytes1D) -> np.ndarray:
+    """What to read into: its place in the window, or, if it is to be converted, memory of its own."""
+    if read.is_converted:
+        return np.empty(read.source.box.shape, read.source.dtype.raw)
+    return _place(read, buffer)
 
 
-def _convert(piece: ExportPiece, items: np.ndarray, buffer: Bytes1D) -> None:
-    tensor = piece.tensor
-    place = buffer[piece.start : piece.stop].view(tensor.dtype.raw).reshape(piece.box.shape)
-    if not cast_array(items, tensor.stored, place, tensor.dtype):
-        raise UnsupportedValueError(
-            f"{tensor.key}: a finite {tensor.stored.name} value is too large for {tensor.dtype.name}"
-        )
+def _place(read: _Read, buffer: Bytes1D) -> np.ndarray:
+    """Where something goes in a window, with the axes of the stored tensor."""
+    piece, part = read.piece, read.source.part
+    place = buffer[piece.start : piece.stop].view(piece.tensor.dtype.raw).reshape(piece.box.shape)
+    return place if part is None else _with_stored_axes(view_at(place, part.place.slices), part)
+
+
+def _with_stored_axes(place: np.ndarray, part: Part) -> np.ndarray:
+    """The same memory, of the shape of a part's box there, with the axes of its box in the stored tensor."""
+    kept = [axis for axis in part.axes if axis != NEW]
+    here = view_at(place, tuple(0 if axis == NEW else slice(None) for axis in part.axes))
+    turned = here.transpose(sorted(range(len(kept)), key=kept.__getitem__))
+    return np.expand_dims(turned, tuple(d for d in range(len(part.box.shape)) if d not in kept))
+
+
+def _convert(read: _Read, items: np.ndarray, buffer: Bytes1D) -> None:
+    tensor, stored = read.piece.tensor, read.source.dtype
+    if not cast_array(items, stored, _place(read, buffer), tensor.dtype):
+        raise UnsupportedValueError(f"{tensor.key}: a finite {stored.name} value is too large for {tensor.dtype.name}")

@@ -198,7 +198,7 @@ class _Parts(Segments):
                     _hand_over(consumer, box, items, True)
 
 
-def view_at(array: Array, place: tuple[slice, ...]) -> Array:
+def view_at(array: Array, place: tuple[slice | int, ...]) -> Array:
     """A part of an array, as a view even if the array has no dimensions (plain indexing would make a scalar)."""
     index: Any = (*place, ...)
     view: Array = array[index]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from ..core.parts import Arranged, SourceTensor
 from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..tree.paths import flat_keys, plain_key
 
-__all__ = ["Selection", "checked_keys", "select", "select_keys", "selected_keys", "unread"]
+__all__ = ["Chosen", "Selection", "below", "checked_keys", "select", "select_keys", "unread"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
@@ -22,6 +24,26 @@ class Selection:
 
     prefix: str | None = None
     keys: Collection[str] | None = None
+
+
+class Chosen(NamedTuple):
+    """What is selected of a checkpoint, or of what is made of its tensors.
+
+    Attributes:
+        paths: Its paths, each with the path under which it is handed on.
+        made: Those of them that are not as they are stored, with what they are made of.
+        stored: The stored tensors, by flat key; empty if nothing is made of them.
+    """
+
+    paths: dict[str, str]
+    made: Mapping[str, Arranged]
+    stored: Mapping[str, SourceTensor]
+
+    def keys(self, metadata: Metadata) -> list[str]:
+        """The flat keys under which it is handed on: those of the checkpoint, if it is all there as it is here."""
+        if not self.made and all(path == place for path, place in self.paths.items()):
+            return [metadata.key(path) for path in self.paths]
+        return flat_keys(list(self.paths.values()))
 
 
 def checked_keys(keys: str | Collection[str] | None) -> Collection[str] | None:
@@ -48,7 +70,7 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
     for key, reason in not_read.items():
         _logger.warning("%s is left out: %s", key, reason)
     paths = metadata.paths
-    chosen = {path: rest for path in paths if (rest := _without(path, prefix)) is not None}
+    chosen = {path: rest for path in paths if (rest := below(path, prefix)) is not None}
     if not chosen and (paths or prefix is not None):
         raise CheckpointNotFoundError(
             f"no key of checkpoint {metadata.unique_id} is below the prefix {prefix!r}; {_examples(metadata, paths)}"
@@ -67,13 +89,6 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
     return chosen
 
 
-def selected_keys(metadata: Metadata, chosen: dict[str, str]) -> list[str]:
-    """The flat keys of selected paths: those that they have in the checkpoint, unless a prefix is taken away."""
-    if all(path == rest for path, rest in chosen.items()):
-        return [metadata.key(path) for path in chosen]
-    return flat_keys(list(chosen.values()))
-
-
 def select_keys(paths: dict[str, str], selection: Selection) -> dict[str, str]:
     """Those of some flat keys that are selected, with their paths; a prefix is the beginning of a key before a dot.
 
@@ -81,22 +96,34 @@ def select_keys(paths: dict[str, str], selection: Selection) -> dict[str, str]:
         CheckpointNotFoundError: nothing matches, or one of the keys matches nothing.
     """
     prefix = "" if selection.prefix is None else f"{selection.prefix}."
-    below = {key: path for key, path in paths.items() if key.startswith(prefix)}
-    if selection.keys is None and (below or not prefix):
-        return below
-    matched = _matching(below, selection.keys if selection.keys is not None else [f"{prefix}*"])
+    chosen = {key: path for key, path in paths.items() if key.startswith(prefix)}
+    if selection.keys is None and (chosen or not prefix):
+        return chosen
+    matched = _matching(chosen, selection.keys if selection.keys is not None else [f"{prefix}*"])
     unmatched = [pattern for pattern, found in matched.items() if not found]
     if unmatched:
         examples = ", ".join(list(paths)[:5])
         raise CheckpointNotFoundError(f"no key matches {unmatched}; there are, for example: {examples}")
     wanted = set().union(*matched.values())
-    return {key: path for key, path in below.items() if path in wanted}
+    return {key: path for key, path in chosen.items() if path in wanted}
+
+
+def below(path: str, prefix: str | None) -> str | None:
+    """What is left of a path below a prefix that is made of whole parts; None if it is not below it."""
+    if prefix is None:
+        return path
+    end = path.find("/", 1 + len(prefix))  # a key is not longer than its path
+    while end > 0:
+        key = plain_key(path[:end])
+        if key == prefix:
+            return path[end:]
+        end = path.find("/", end + 1) if len(key) < len(prefix) else 0
+    return None
 
 
 def unread(metadata: Metadata, selection: Selection) -> dict[str, str]:
     """The flat keys of what is selected but cannot be read, with the reasons."""
-    below = [path for path in metadata.left_out if _without(path, selection.prefix) is not None]
-    paths = {plain_key(path): path for path in below}
+    paths = {plain_key(path): path for path in metadata.left_out if below(path, selection.prefix) is not None}
     if selection.keys is not None:
         wanted = set().union(*_matching(paths, selection.keys).values())
         paths = {key: path for key, path in paths.items() if path in wanted}
@@ -124,16 +151,3 @@ def _matching(paths: dict[str, str], keys: Collection[str]) -> dict[str, set[str
         else:
             found[pattern] = {path for key, path in paths.items() if fnmatch.fnmatchcase(key, pattern)}
     return found
-
-
-def _without(path: str, prefix: str | None) -> str | None:
-    """What is left of a path below a prefix that is made of whole parts; None if it is not below it."""
-    if prefix is None:
-        return path
-    end = path.find("/", 1 + len(prefix))  # a key is not longer than its path
-    while end > 0:
-        key = plain_key(path[:end])
-        if key == prefix:
-            return path[end:]
-        end = path.find("/", end + 1) if len(key) < len(prefix) else 0
-    return None

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from ..core.box import whole
 from ..core.parts import Arranged, Arranger, IdleStatement, Part, SourceTensor, WantedTensor
+from ..options import LoadOptions
 from ..planning.recipe_parts import PartMaker, RecipeError
 from ..recipes import Recipe, filled, placeholders, stored_keys
 from .recipes import Matching, key_pattern, match_recipes
 
-__all__ = ["RecipeArranger", "is_itself"]
+__all__ = ["RecipeArranger", "arranger_for", "is_itself"]
 
 
 class AllMade(NamedTuple):
@@ -78,6 +79,11 @@ class RecipeArranger:
             if one is not None and key not in matching.recipes and not (key in used and is_itself(key, one, stored))
         }
         return AllMade({**kept, **made}, set(matching.sources), problems + more)
+
+
+def arranger_for(options: LoadOptions, rest: Arranger | None) -> RecipeArranger | None:
+    """What the options, and ``rest`` of all other tensors, make of a checkpoint; None if they make nothing."""
+    return RecipeArranger(options.recipes or {}, rest) if options.recipes or rest is not None else None
 
 
 def is_itself(key: str, arranged: Arranged, stored: Mapping[str, SourceTensor]) -> bool:

@@ -47,6 +47,22 @@ def test_convert_to_each_format(tmp_path: Path) -> None:
     assert pickle.loads((tmp_path / "pdparams").read_bytes())["step"] == 3
 
 
+def test_recipes_from_a_file(tmp_path: Path) -> None:
+    save_model(tmp_path / "ckpt", ARRAYS, step=3)
+    rules, imported = tmp_path / "rules.py", "from paddle_dist_ckpt import stored\n"
+    rules.write_text(f"{imported}transposed = {{'model.weight': stored('model.weight').T}}\n")
+    run("merge", tmp_path / "ckpt", tmp_path / "out", "--recipes", f"{rules}:transposed", "--prefix", "model")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(found) == set(ARRAYS)
+    assert same_bits(found["weight"], ARRAYS["weight"].T)
+    assert same_bits(found["bias"], ARRAYS["bias"])
+    rules.write_text(f"{imported}recipes = {{'x': stored('model.weigth')}}\n")
+    to = ("convert", tmp_path / "ckpt", tmp_path / "other", "--to", "native", "--recipes")
+    assert "x: it is made of model.weigth, which in the checkpoint is missing" in fails(*to, rules)
+    assert "recipes come from a file that ends with .json or .py" in fails(*to, "rules.txt")
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_part_of_an_older_checkpoint_converted(tmp_path: Path) -> None:
     array = np.linspace(-1, 1, 60, dtype=np.float32).reshape(6, 10)
     save_model(tmp_path / "ckpt", {"weight": array, "other": array}, unique_id=4)

@@ -36,6 +36,7 @@ from paddle_dist_ckpt.storage import Folders, LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
 from test.jobs import (
     Killed,
+    all_of,
     all_ok,
     errors_of,
     files_in,
@@ -98,7 +99,7 @@ class Faults:
 
         with rank.hub.session("export", 60) as session:
             folders = Folders(lambda folder: FaultyStorage(folder, hook))
-            return export_checkpoint(session, LocalStorage(source), wanted, False, folders)
+            return export_checkpoint(session, LocalStorage(source), wanted, all_of(wanted), False, folders)
 
     def die(self, rank: SimulatedRank) -> None:
         """As if the rank's process were killed."""

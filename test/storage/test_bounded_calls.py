@@ -24,7 +24,7 @@ from paddle_dist_ckpt.manager.steps import Steps, remove_step, step_folder
 from paddle_dist_ckpt.storage import Folders, LocalStorage, bounded_folders
 from paddle_dist_ckpt.storage.helpers import Helpers
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, Stall, run_ranks
-from test.jobs import save_alone
+from test.jobs import all_of, save_alone
 from test.stalls import BOUND, all_at_once, check_error, helpers_end
 from test.strategies import some
 from test.system_calls import replace_call
@@ -168,7 +168,7 @@ def test_all_ranks_of_an_export_hear_of_a_disk_that_hangs(tmp_path: Path, operat
         hanging = (lambda folder: FaultyStorage(folder, stall)) if rank.rank == victim else LocalStorage
         with rank.hub.session("export", 60) as session, closing(Helpers(BOUND, rank.rank)) as helpers:
             source = LocalStorage(tmp_path / "saved")
-            return export_checkpoint(session, source, wanted, False, Folders(hanging, helpers))
+            return export_checkpoint(session, source, wanted, all_of(wanted), False, Folders(hanging, helpers))
 
     check_error(run_ranks(2, work), victim, "has not returned", str(tmp_path))
     assert stall.reached.is_set()

@@ -1,0 +1,69 @@
+"""What is chosen of a checkpoint that is loaded or written whole, its tensors as they are stored or made by recipes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from ..core.messages import counted
+from ..core.parts import Arranged, SourceTensor
+from ..core.shards import Kind
+from ..errors import StateDictMismatchError
+from ..files.metadata import Metadata
+from ..folder.selection import Chosen, Selection, below, select, select_keys
+from ..tree.paths import is_own, join
+from .answering import Answering
+from .making import RecipeArranger, is_itself
+from .stored_tensors import stored_tensors
+
+__all__ = ["choose"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+
+
+def choose(
+    metadata: Metadata, location: str, selection: Selection, arranger: RecipeArranger | None, strict: bool
+) -> Chosen:
+    """Choose what is handed on of a checkpoint.
+
+    Args:
+        metadata: What it holds.
+        location: Its folder.
+        selection: Which part; of what is made, by the keys that it is made for.
+        arranger: What is made of its tensors; None if they stay as they are.
+        strict: Whether recipes that do not fit are an error; if not, what they make is left out, with a warning.
+
+    Raises:
+        StateDictMismatchError: recipes and the checkpoint do not fit together.
+        CheckpointNotFoundError: nothing is selected.
+    """
+    if arranger is None:
+        return Chosen(select(metadata, selection), {}, {})
+    stored = stored_tensors(metadata)
+    made, _, problems = arranger.make(stored, Answering(metadata, {}).what_is)
+    if problems and strict:
+        text = f"checkpoint {metadata.unique_id} in {location} does not fit the recipes"
+        lines = [f"{text}; {counted(len(problems), 'problem')}:", *problems]
+        raise StateDictMismatchError("\n".join([*lines, "(LoadOptions(strict=False) loads what fits)"]), problems)
+    for problem in problems:
+        _logger.warning("left out: %s", problem)
+    return _chosen(metadata, stored, made, selection)
+
+
+def _chosen(
+    metadata: Metadata, stored: Mapping[str, SourceTensor], made: Mapping[str, Arranged], selection: Selection
+) -> Chosen:
+    """What is selected of what is made, and of the checkpoint's values. It has its flat key as the one part of the path
+    under which it is handed on, without the prefix."""
+    table, prefix = metadata.table, selection.prefix
+    values = [path for path, kind in zip(table.paths, table.kinds.tolist(), strict=True) if kind == Kind.VALUE]
+    paths = {metadata.key(path): path for path in (*values, *(path for path, _ in metadata.value_records))}
+    of_key = {metadata.key(path): path for path in table.paths}
+    paths |= {key: of_key[key] if is_itself(key, one, stored) else join("", key) for key, one in made.items()}
+    selected = select_keys(paths, selection)
+    skipped = 0 if prefix is None else len(prefix) + 1
+    places = {
+        path: below(path, prefix) or path if is_own(path) else join("", key[skipped:]) for key, path in selected.items()
+    }
+    asked = {path: (key, made[key]) for key, path in selected.items() if key in made}
+    return Chosen(places, {path: one for path, (key, one) in asked.items() if not is_itself(key, one, stored)}, stored)
