@@ -629,6 +629,11 @@ def test_whole_tensors_of_everything(tmp_path: Path) -> None:
     assert set(load_merged_state_dict(tmp_path, keys="x*", flat=True, options=options)) == {"x", "x.moment1_0"}
     with pytest.raises(CheckpointNotFoundError, match="d"):
         load_merged_state_dict(tmp_path, keys="d", options=options)
+    export(tmp_path, tmp_path / "out", "native", options=options)
+    exported = load_merged_state_dict(tmp_path / "out", flat=True)
+    assert set(exported) == set(found)
+    for key, array in expected.items():
+        assert_same(to_array(exported[key]), np.ascontiguousarray(array))
 
 
 # -- whole tensors, as safetensors -------------------------------------------------------------------------------------
