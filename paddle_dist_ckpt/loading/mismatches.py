@@ -5,7 +5,6 @@ Texts say it, and what to do about it follows from the words in them that :mod:`
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -22,12 +21,11 @@ from .answering import Answering
 from .key_map import matcher
 from .messages import Mismatch, WantedPaths
 from .recipes import with_hint
-from .wording import MEANT, MISSING, NEEDED, NO_ENTRY
+from .wording import MEANT, MISSING, NEEDED, NO_ENTRY, TRANSPOSE
 
 __all__ = ["NOT_YET", "MismatchCheck", "some_of"]
 
 NOT_YET = "the object there, whose class has its own state_dict(), has no such entry"
-_TRANSPOSED = re.compile(r"the target has shape \[(\d+), (\d+)\], the checkpoint \[\2, \1\]")
 _MOST = 5  # statements, or keys of a key_map, in a warning
 _MOST_LINES = 100  # problems in an error's text
 
@@ -141,7 +139,7 @@ class MismatchCheck:
 
     def _advice_on_transposed(self, problems: Sequence[Mismatch]) -> list[str]:
         """How to load matrices of which the stored ones are the transposes, with the first of them for an example."""
-        transposed = [problem.key for problem in problems if _TRANSPOSED.search(problem.text)]
+        transposed = [problem.key for problem in problems if TRANSPOSE in problem.text]
         moved = {plain_key(path): key for one in self.wanted for path, key in one.moved.items()} if transposed else {}
         for key in transposed:
             stored = moved.get(key, key)

@@ -29,7 +29,7 @@ from .messages import Mismatch
 from .part_targets import PartTargets
 from .resize import Resizing
 from .shared_memory import SharedMemory, find_shared_memory
-from .wording import OVERLAPS_ITSELF
+from .wording import OVERLAPS_ITSELF, TRANSPOSE
 
 __all__ = ["Targets"]
 
@@ -328,7 +328,9 @@ def _mismatch(geometry: Geometry, table: ShardTable, tensor: int, cast: bool) ->
     if any(overlaps_itself(geometry, piece) for piece in geometry.shards):
         return OVERLAPS_ITSELF
     if layout.shape != geometry.shape:
-        return f"the target has shape {list(geometry.shape)}, the checkpoint {list(layout.shape)}"
+        is_turned = len(layout.shape) == 2 and layout.shape == geometry.shape[::-1]
+        shapes = f"the target has shape {list(geometry.shape)}, the checkpoint {list(layout.shape)}"
+        return f"{shapes}{TRANSPOSE if is_turned else ''}"
     if stored is not geometry.dtype and not (cast and can_cast(stored, geometry.dtype)):
         return f"{WRONG_DTYPE} {geometry.dtype.name}, the checkpoint {stored.name}{not_cast(stored, geometry.dtype)}"
     if geometry.reduction is not None and geometry.reduction.operation == "prod":

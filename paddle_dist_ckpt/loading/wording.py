@@ -19,6 +19,7 @@ __all__ = [
     "OF_TENSORS",
     "OVERLAPS_ITSELF",
     "SET",
+    "TRANSPOSE",
     "value_text",
 ]
 
@@ -42,6 +43,8 @@ NO_ENTRY = "no such entry in its object"
 """What a state_dict has where an object has nothing yet."""
 OVERLAPS_ITSELF = "elements of the target share memory with each other"
 """Why a tensor cannot be filled, whatever is stored."""
+TRANSPOSE = ", its transpose"
+"""How a mismatch of shapes ends where each is the other one backwards."""
 
 
 def value_text(is_dict: bool) -> str:

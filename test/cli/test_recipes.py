@@ -144,7 +144,9 @@ def test_statements_that_change_nothing(saved: Path, tmp_path: Path) -> None:
     facts = answer("recipes", saved, tmp_path / "list.json", "--into", tmp_path / "target", code=1)
     assert facts["idle"] == [like_none, f"{statements[1]!r} (nothing asks for net.0.k, net.1.k)"]
     (problem,) = facts["problems"]
-    assert problem.startswith("model.0.q: the target has shape [4, 3], the checkpoint [3, 4]; 'model.$LAYER_ID.qq^T")
+    assert problem.startswith(
+        "model.0.q: the target has shape [4, 3], the checkpoint [3, 4], its transpose; 'model.$LAYER_ID.qq^T"
+    )
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,8 @@ def test_a_mismatch_names_the_statement_that_may_have_been_meant(tmp_path: Path,
     assert isinstance(error, StateDictMismatchError)
     for key, line in zip(arrays, error.problems, strict=True):
         assert line == (
-            f"{key}: the target has shape [6, 4], the checkpoint [4, 6]; 'l.$LAYER_ID.gg^T -> l.$LAYER_ID.g' names it, "
-            "but changes nothing: no stored tensor is like it"
+            f"{key}: the target has shape [6, 4], the checkpoint [4, 6], its transpose; "
+            "'l.$LAYER_ID.gg^T -> l.$LAYER_ID.g' names it, but changes nothing: no stored tensor is like it"
         )
 
 
