@@ -22,7 +22,7 @@ from ..folder.stored_values import read_json, read_values
 from ..storage.base import Storage
 from ..tree.paths import flat_keys
 from ..tree.values import from_jsonable
-from .native import plan_native
+from .native import NewCheckpoint, plan_native
 from .paddle_files import plan_paddle, plan_pdparams
 from .plan import ExportFile, ExportTensor, StoredPart, divide_files
 from .safetensors import plan_safetensors
@@ -220,8 +220,8 @@ def _pdparams(chosen: _Selected, job: _Job) -> ExportPlan:
 
 
 def _native(chosen: _Selected, job: _Job) -> ExportPlan:
-    stored, user = [*chosen.tensors, *chosen.large], job.metadata.user_tree
-    files, draft = plan_native(stored, chosen.values, job.request.max_shard_bytes, job.ranks, job.save, user)
+    new = NewCheckpoint(job.request.max_shard_bytes, job.ranks, job.save, job.metadata.user_tree)
+    files, draft = plan_native([*chosen.tensors, *chosen.large], chosen.values, new)
     _check_values(job, files, draft)
     shares = [[i for i, file in enumerate(files) if file.own and file.own.info.rank == r] for r in range(job.ranks)]
     return ExportPlan(job.metadata, files, shares, [], draft)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,28 +20,36 @@ from ..files.names import data_file_name, metadata_name
 from ..tree.paths import flat_keys
 from .plan import ExportFile, ExportTensor, OwnHeader, divide_files, fill_files
 
-__all__ = ["plan_native"]
+__all__ = ["NewCheckpoint", "plan_native"]
 
 _BYTE = DTYPES["uint8"]
 
 
+class NewCheckpoint(NamedTuple):
+    """What a checkpoint is like that is written.
+
+    Attributes:
+        most: The most bytes of tensors in a file, if it has more than one.
+        ranks: How many ranks write. Each has files of its own, if there are enough tensors.
+        save: What all files say of the checkpoint.
+        user_tree: See :class:`Metadata`.
+    """
+
+    most: int
+    ranks: int
+    save: SaveInfo
+    user_tree: Any
+
+
 def plan_native(
-    tensors: Sequence[ExportTensor],
-    values: Sequence[tuple[str, Any]],
-    most: int,
-    ranks: int,
-    save: SaveInfo,
-    user_tree: Any,
+    tensors: Sequence[ExportTensor], values: Sequence[tuple[str, Any]], new: NewCheckpoint
 ) -> tuple[list[ExportFile], Metadata]:
     """The files of a checkpoint.
 
     Args:
         tensors: What to write, values that are stored like tensors among it.
         values: The other values: path, and tree of JSON types.
-        most: The most bytes of tensors in a file, if it has more than one.
-        ranks: How many ranks write. Each has files of its own, if there are enough tensors.
-        save: What all files say of the checkpoint.
-        user_tree: See :class:`Metadata`.
+        new: What it is like.
 
     Returns:
         The data files, and what `.metadata` will say when the digests of their headers are known.
@@ -50,10 +58,10 @@ def plan_native(
         UnsupportedValueError: what is selected makes up no checkpoint.
     """
     values, large = _small_and_large(tensors, sorted(values))
-    files = _data_files([*tensors, *large], values, most, ranks, save, user_tree)
+    files = _data_files([*tensors, *large], values, new)
     metadata = Metadata(
-        **save_members(save),
-        user_tree=user_tree,
+        **save_members(new.save),
+        user_tree=new.user_tree,
         files=[FileInfo(file.name, file.nbytes, NO_DIGEST) for file in files],
         table=_table([(part, i) for i, file in enumerate(files) for part in file.parts]),
         value_records=values,
@@ -62,14 +70,10 @@ def plan_native(
 
 
 def _data_files(
-    tensors: Sequence[ExportTensor],
-    values: Sequence[tuple[str, Any]],
-    most: int,
-    ranks: int,
-    save: SaveInfo,
-    user_tree: Any,
+    tensors: Sequence[ExportTensor], values: Sequence[tuple[str, Any]], new: NewCheckpoint
 ) -> list[ExportFile]:
     """The data files, rank by rank. The first one's header has what belongs to none of the tensors."""
+    most, ranks, save, user_tree = new
     limit = min(most, max(1, -(-sum(tensor.nbytes for tensor in tensors) // ranks)))
     in_order = sorted(tensors, key=lambda tensor: tensor.path)
     groups = [part for group in fill_files(in_order, limit) for part in _fitting(group, save.block_bytes)]
