@@ -34,8 +34,9 @@ def on_sigterm(listener: Callable[[], None]) -> Callable[..., None]:
     """Have a function called, on the main thread, when SIGTERM comes. To be called there.
 
     Returns:
-        A function that ends this. It may be called on any thread, and again. It takes whether the signal, if it came,
-        has been served: then its repetitions still do not count. By default it has not.
+        A function that ends this. It may be called on any thread, and again. It takes whether the signal has been
+        served: then its repetitions still do not count, nor does the first one, if another rank has told of it that got
+        it earlier. By default it has not.
     """
     global _first, _served
     if signal.getsignal(signal.SIGTERM) is not _handle:
@@ -47,9 +48,11 @@ def on_sigterm(listener: Callable[[], None]) -> Callable[..., None]:
     _listeners[token] = listener
 
     def end(served: bool = False) -> None:
-        global _served
+        global _first, _served
         _served = _served or served
         _listeners.pop(token, None)
+        if _served and _first is None and not _listeners:
+            _first = time.monotonic()
         if not _listeners and not _is_repeated() and threading.current_thread() is threading.main_thread():
             _give_back()
 

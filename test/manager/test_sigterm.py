@@ -204,8 +204,36 @@ def test_what_was_there_is_put_in_place_at_once_if_no_signal_came_or_long_ago(mo
             if came:
                 terminate()
                 monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
-            end(True)
+            end(came)
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    assert fate(body) == SURVIVED
+
+
+def test_a_signal_that_comes_after_another_rank_has_told_of_it_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> None:
+        called: list[int] = []
+        signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+        first, second = on_sigterm(lambda: None), on_sigterm(lambda: None)
+        first(True)
+        second()
+        terminate()
+        assert not called
+        monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
+        terminate()
+        assert called == [1]
+
+    assert fate(body) == SURVIVED
+
+
+def test_who_still_asks_hears_of_a_signal_that_another_was_told_of() -> None:
+    def body() -> None:
+        heard: list[int] = []
+        first, second = on_sigterm(lambda: heard.append(1)), on_sigterm(lambda: heard.append(2))
+        first(True)
+        terminate()
+        second()
+        assert heard == [2]
 
     assert fate(body) == SURVIVED
 
