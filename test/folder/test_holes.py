@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointCorruptedError, copy_checkpoint, export, read_metadata, verify
+from paddle_dist_ckpt import (
+    CheckpointCorruptedError,
+    LoadOptions,
+    copy_checkpoint,
+    export,
+    read_metadata,
+    stored,
+    verify,
+)
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.files.holes import Holes
@@ -126,6 +134,16 @@ def test_an_export_keeps_holes(tmp_path: Path, format: str, dtype: str | None, b
     assert found["a"].shape == (50 << 20, 1)
     assert not found["a"].any()
     assert not found["c"].any()
+
+
+def test_holes_of_a_transpose_are_hashed_in_full(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "a", {"/a": Entry([20 << 20, 1], [[], []])}, block_bytes=1 << 20)
+    export(tmp_path / "a", tmp_path / "out", "native", options=LoadOptions(recipes={"a": stored("a").T}))
+    assert bytes_on_disk(tmp_path / "out") < 1 << 20
+    assert verify(tmp_path / "out").ok
+    found = load_whole(tmp_path / "out")["a"]
+    assert found.shape == (1, 20 << 20)
+    assert not found.any()
 
 
 def test_a_copy_writes_holes_where_it_cannot_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
