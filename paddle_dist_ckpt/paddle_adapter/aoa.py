@@ -22,7 +22,7 @@ from ..core.box import Box, whole
 from ..core.dtypes import DTYPES, arithmetic_dtype, can_cast, dtype_named
 from ..core.parts import Arranged, IdleStatement, Part, SourceTensor, WantedTensor
 from ..errors import UnsupportedValueError
-from .aoa_statements import OF_PARTS, check_counts, idle_statements
+from .aoa_statements import OF_PARTS, at_fault, check_counts, idle_statements
 from .sharded_weight import is_sharded_weight
 
 __all__ = ["PaddleArranger"]
@@ -74,10 +74,22 @@ class PaddleArranger:
         try:
             return _arranged(module, self._config, stored, wanted)
         except _STATEMENT_ERRORS as error:
-            text = error.args[0] if error.args else error
-            raise ValueError(f"aoa_config: {text}") from error
+            text = str(error.args[0] if error.args else error)
+            raise ValueError(f"aoa_config: {text}{self._at_fault(module, stored, wanted, text)}") from error
         except Exception as error:
-            raise _unknown_engine(f"{type(error).__name__}: {error}") from error
+            text = f"{type(error).__name__}: {error}"
+            raise _unknown_engine(f"{text}{self._at_fault(module, stored, wanted, text)}") from error
+
+    def _at_fault(
+        self,
+        module: ModuleType,
+        stored: Mapping[str, SourceTensor],
+        wanted: Mapping[str, WantedTensor] | None,
+        text: str,
+    ) -> str:
+        """What an error's text leaves out: the statement that it is about, if there is one."""
+        statement = at_fault(self._config, lambda config: _engine(module, config, stored, wanted))
+        return "" if statement is None or statement in text else f", in the statement {statement!r}"
 
     def idle(
         self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from ..core.parts import IdleStatement
 
-__all__ = ["OF_PARTS", "check_counts", "idle_statements"]
+__all__ = ["OF_PARTS", "at_fault", "check_counts", "idle_statements"]
 
 _LAST_OF_NAMES = 3  # macros of a priority up to this put names in the place of patterns; later ones rewrite statements
 _NOTHING = "_"
@@ -24,6 +24,35 @@ class _Line(NamedTuple):
     taken: list[str]
     made: list[str]
     words: list[str]
+
+
+def at_fault(config: Mapping[str, Any], try_out: Callable[[dict[str, Any]], object]) -> str | None:
+    """The statement with which an ``aoa_config`` begins to fail: without it and those after it, it does not.
+
+    Args:
+        config: The ``aoa_config``, which fails.
+        try_out: Goes through all statements of a config, and raises if it cannot.
+
+    Returns:
+        The statement; None if the config does not fail, or fails without any.
+    """
+    statements, reverse = list(config["aoa_statements"]), bool(config.get("aoa_config_reverse"))
+
+    def fails(count: int) -> bool:
+        first = statements[len(statements) - count :] if reverse else statements[:count]
+        try:
+            try_out({**config, "aoa_statements": first, "enable_traceback": False})
+        except Exception:
+            return True
+        return False
+
+    if fails(0) or not fails(len(statements)):
+        return None
+    passing, failing = 0, len(statements)
+    while failing - passing > 1:
+        middle = (passing + failing) // 2
+        passing, failing = (passing, middle) if fails(middle) else (middle, failing)
+    return statements[-failing if reverse else failing - 1]
 
 
 def check_counts(

@@ -148,6 +148,34 @@ def test_of_all_that_is_made_what_is_not_chosen_is_used(tmp_path: Path, caplog: 
     assert "'l.$LAYER_ID.ww -> m.$LAYER_ID' (no stored tensor is like it)" in warning
 
 
+# -- statements that cannot be done ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("statements", "reverse", "place", "text"),
+    [
+        (["l.0.w -> v, z, axis=2", "l.0.w -> t", "t -> l.0.w"], False, 0, "tuple index out of range"),
+        (["l.0.w -> t", "t -> v, x, y, axis=0", "t -> l.0.w"], False, 1, "not divisible by the number of right_vars"),
+        (["l.0.w -> t", "t -> u", "l.$LAYER_ID.w -> v"], False, 2, "must contain all of the following keys"),
+        (["gone -> v"], False, 0, "gone should be assigned before"),
+        (["u -> t", "v -> u, premute='[1, 0]'", "u -> l.0.w"], True, 1, "Unsupported attribute"),
+        (["v -> gone", "u -> t", "t -> l.0.w"], True, 0, "gone should be assigned before"),
+    ],
+)
+def test_the_statement_at_fault_is_named(
+    tmp_path: Path, statements: list[str], reverse: bool, place: int, text: str
+) -> None:
+    """Else whoever has hundreds of them would not know where to look. Paddle's engine says it of some errors only."""
+    save_state_dict({key: tensor_of(array) for key, array in SQUARE.items()}, tmp_path)
+    states: list[dict[str, Any]] = [{"v": tensor_of(np.full((4, 4), 7, "float32"))} for _ in range(2)]
+    config = {"aoa_statements": statements, "aoa_config_reverse": reverse, "enable_traceback": False}
+    for error in loaded(tmp_path, states, config):
+        assert isinstance(error, ValueError), error
+        assert text in str(error)
+        assert str(error).endswith(f", in the statement {statements[place]!r}")
+    assert all((to_array(state["v"]) == 7).all() for state in states)
+
+
 # -- numbers of parts, in reverse --------------------------------------------------------------------------------------
 
 
