@@ -58,9 +58,10 @@ def at_fault(config: Mapping[str, Any], try_out: Callable[[dict[str, Any]], obje
 def check_counts(
     module: ModuleType, config: Mapping[str, Any], stored: Mapping[str, Any], wanted: Mapping[str, Any] | None
 ) -> None:
-    """Refuse statements taken in reverse that fuse tensors by how many parts the fused one is in.
+    """Refuse statements taken in reverse that need to know how many parts a fused tensor is in.
 
-    Paddle 3.3.1 looks for it among the wanted tensors then, where it is not, and goes on with 1.
+    Of one that is taken apart, Paddle 3.3.1 looks for it among the wanted tensors then, where it is not, and goes on
+    with 1. Of one that is made, it fails.
 
     Args:
         module: The module with the engine.
@@ -68,13 +69,22 @@ def check_counts(
         stored, wanted: The parts of tensors, as the engine takes them.
 
     Raises:
-        ValueError: there is such a statement, and the tensor is in more parts, or it is not known in how many.
+        ValueError: there is such a statement, and the tensor is made, or is in more parts than one, or it is not known
+            in how many.
     """
     if not config.get("aoa_config_reverse"):
         return
     for statement, lines in _lines(module, config, stored, wanted):
         for line in lines:
-            if len(line.made) < 2 or not any(word in OF_PARTS for word in line.words):
+            if not any(word in OF_PARTS for word in line.words):
+                continue
+            if len(line.made) == 1 < len(line.taken):
+                other = f"{', '.join(line.taken)} -> {line.made[0]}"
+                raise ValueError(
+                    f"{statement!r} is not taken in reverse, since Paddle's engine fails on it; write it the other way "
+                    f"round, as '{other}, ...', without aoa_config_reverse"
+                )
+            if len(line.made) < 2:
                 continue
             advice = f"write {statement!r} forwards, without aoa_config_reverse"
             for key in _family(module, line.taken, stored):

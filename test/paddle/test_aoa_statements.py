@@ -234,6 +234,31 @@ def test_what_was_in_one_part_is_taken_apart_in_reverse(
         assert f"{key} is in 2 parts" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("statement", "shapes", "other"),
+    [
+        ("f -> gate, up, fused_ffn", {"gate": (4, 8), "up": (4, 8)}, "gate, up -> f, ..."),
+        ("y.$LAYER_ID.f -> x.$LAYER_ID.g, x.$LAYER_ID.u, fused_ffn, axis=1", {"x.0.g": (4, 8), "x.0.u": (4, 8)},
+         "x.0.g, x.0.u -> y.0.f, ..."),
+        ("f -> q, k, v, fused_qkv_old, num_heads=2, num_key_value_groups=1", {"q": (4, 8), "k": (4, 4), "v": (4, 4)},
+         "q, k, v -> f, ..."),
+    ],
+)  # fmt: skip
+def test_parts_are_not_fused_in_reverse(
+    tmp_path: Path, statement: str, shapes: dict[str, tuple[int, ...]], other: str
+) -> None:
+    """Paddle's engine ends with an AttributeError of its own."""
+    arrays = {key: array_of(shape, "float32", i) for i, (key, shape) in enumerate(shapes.items())}
+    save_state_dict({key: tensor_of(array) for key, array in arrays.items()}, tmp_path)
+    state: dict[str, Any] = {"y.0.f" if "y." in statement else "f": tensor_of(np.full((4, 16), 7, "float32"))}
+    (error,) = loaded(tmp_path, [state], {"aoa_statements": [statement], "aoa_config_reverse": True})
+    assert isinstance(error, ValueError), error
+    assert str(error).startswith(f"aoa_config: {statement!r} is not taken in reverse")
+    assert f"write it the other way round, as '{other}', without aoa_config_reverse" in str(error)
+    assert str(error).count(statement) == 1
+    assert all((to_array(tensor) == 7).all() for tensor in state.values())
+
+
 def test_forwards_it_is_taken_apart_by_its_parts(tmp_path: Path) -> None:
     array = array_of((4, 16), "float32", 0)
     parts = {"f": cut("columns", array.shape, 2)}
