@@ -114,7 +114,8 @@ class LoadOptions:
         resize: Along which axis a wanted tensor may be longer or shorter than the stored one, by patterns of wanted
             flat keys, of which the first match counts: ``{"*embed.weight*": 0}``. A longer tensor keeps its contents
             beyond the stored length. With ``(axis, n)`` it may also be shorter; both must be at least n long, and what
-            is stored beyond is left out. Where there is a recipe, what it makes counts as stored.
+            is stored beyond is left out. A single element that is stored as one, such as a power of Adam's betas, is
+            loaded whatever the rule. Where there is a recipe, what it makes counts as stored.
         cast: Convert where dtypes differ: float to any float, integer to an integer type that holds all its values,
             bool to any integer, float or complex to any complex; nothing else. A finite value that the target cannot
             hold is an error.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
+from math import prod
 
 from ..core.box import Box
 from ..core.columns import IntArray
@@ -47,13 +48,14 @@ class Resizing:
 
     def fitted(self, path: str, geometry: Geometry, shape: tuple[int, ...]) -> Geometry:
         """The geometry of a tensor as if it ended where what is stored for it ends, which has this shape; the geometry
-        as it is if no rule is about the tensor, or the shapes differ otherwise.
+        as it is if no rule is about the tensor, or the shapes differ otherwise. None is about a single element that is
+        stored as one: a pattern of a parameter and its states also matches the powers of Adam's betas.
 
         Raises:
             LengthError: the rule does not allow it.
         """
         rule = next((rule for matches, rule in self._rules if matches(plain_key(path))), None)
-        if rule is None:
+        if rule is None or (geometry.shape == shape and prod(shape) == 1):
             return geometry
         axis, length = rule
         if geometry.shape != shape and not _differ_there_alone(geometry.shape, shape, axis):

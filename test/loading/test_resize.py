@@ -205,6 +205,21 @@ def test_an_axis_that_is_not_there_is_named(tmp_path: Path) -> None:
         assert "resize names axis 2, and it has 2" in str(error)
 
 
+@pytest.mark.parametrize(("columns", "rule"), [(12, 1), (12, (1, 8)), (8, (1, 8))])
+def test_powers_of_betas_that_a_pattern_matches_too(tmp_path: Path, columns: int, rule: Any) -> None:
+    """A pattern of a parameter and of all that an optimizer has for it: the powers are no longer, and have one axis."""
+    parts = ("head.weight", "o.head.weight.moment1", "o.head.weight.beta1_pow_acc", "o.head.weight.beta2_pow_acc")
+    shapes = [(4, 10), (4, 10), (1,), ()]
+    stored = {key: make_array(shape) for key, shape in zip(parts, shapes, strict=True)}
+    save_on([stored], tmp_path)
+    wanted = [(4, columns), (4, columns), (1,), ()]
+    target = {key: blank_like(np.empty(shape, stored[key].dtype)) for key, shape in zip(parts, wanted, strict=True)}
+    (report,) = load_on([target], tmp_path, options=options(resize={"*head.weight*": rule}))
+    for key, shape in zip(parts, wanted, strict=True):
+        assert same_bits(target[key], expected_of(stored[key], shape)), key
+    assert len(report.skipped) == 2
+
+
 def test_a_partial_tensor_is_refused(tmp_path: Path) -> None:
     save_on([{"embed": make_array((10, 4), "float32")}], tmp_path)
     part = sharded(np.zeros((12, 4), "float32"), [Box((0, 0), (12, 4))])
