@@ -55,13 +55,17 @@ class Replacement(AbstractContextManager["Replacement"]):
     def _switch(self, name: str, function: _Function) -> _Function:
         """The function itself while it is in place; afterwards the one that was there before.
 
-        Somebody may have it still: from an import by name, or because he has put his own function over it.
+        Somebody may have it still: from an import by name, or because he has put his own function over it. It is
+        pickled as Paddle's is, by the name at which it is found, for pools of processes that are given it.
         """
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             return (function if self._active else self._former[name])(*args, **kwargs)
 
+        former = self._former[name]
+        call.__module__ = getattr(former, "__module__", call.__module__)
+        call.__qualname__ = getattr(former, "__qualname__", call.__qualname__)
         return call
 
     def former(self, name: str) -> _Function:

@@ -6,6 +6,8 @@ import importlib
 import inspect
 import logging
 import os
+import pickle
+import pydoc
 import re
 import shutil
 import sys
@@ -122,6 +124,19 @@ def test_a_function_that_this_paddle_does_not_have_is_not_added(monkeypatch: pyt
         assert attributes().keys() == before.keys()
         assert dist.load_state_dict is not OWN["load_state_dict"]
     assert attributes() == before
+
+
+def test_the_functions_can_be_pickled_as_those_of_paddle() -> None:
+    """For a pool of processes that is given one, such as ``paddle.load``."""
+    names = [f"paddle.distributed.{name}" for name in NAMES] + ["paddle.load"]
+    own = [pickle.dumps(pydoc.locate(name)) for name in names]
+    for _ in range(2):  # one installed over another as well
+        install()
+        ours = [pydoc.locate(name) for name in names]
+        assert [pickle.dumps(function) for function in ours] == own  # a process without install() finds Paddle's
+        assert [pickle.loads(data) for data in own] == ours
+    uninstall()
+    uninstall()
 
 
 def test_installed_twice_it_is_uninstalled_twice(tmp_path: Path) -> None:
