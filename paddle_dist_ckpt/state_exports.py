@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ from .loading.stored_tensors import stored_tensors
 from .options import LoadOptions, SaveOptions
 from .reports import ExportReport
 from .storage import bounded_folders
+from .storage.made_folder import MadeFolder
 from .wiring import arranger_of, export_with, load_with, paddles, save_with, source_of
 
 __all__ = ["export_filled_with", "export_state_with"]
@@ -48,16 +47,16 @@ def _hidden_folder(ranks: Ranks, request: ExportRequest, options: SaveOptions) -
     Raises:
         FileExistsError: what is to be written is there.
     """
-    out, made = Path(request.out), list[str]()
+    out, made = Path(request.out), list[MadeFolder]()
 
-    def make() -> str:
+    def make() -> MadeFolder:
         out.parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.mkdtemp(prefix=f".{out.name}.state-", dir=out.parent)
+        return MadeFolder(Path(tempfile.mkdtemp(prefix=f".{out.name}.state-", dir=out.parent)))
 
     def place(messages: Mapping[int, bytes]) -> dict[int, bytes]:
         check_free(request, folders)
-        made.append(folders.run("making a folder in", out.parent, make, os.rmdir))
-        return dict.fromkeys(messages, made[0].encode())
+        made.append(folders.run("making a folder in", out.parent, make, lambda late: late.path.rmdir()))
+        return dict.fromkeys(messages, str(made[0].path).encode())
 
     try:
         with (
@@ -70,7 +69,13 @@ def _hidden_folder(ranks: Ranks, request: ExportRequest, options: SaveOptions) -
     finally:
         for folder in made:
             with bounded_folders(options.progress_timeout, ranks.rank) as folders:
-                folders.end_with("removing", folder, functools.partial(shutil.rmtree, folder, ignore_errors=True))
+                folders.end_with("removing", folder.path, functools.partial(_remove, folder))
+
+
+def _remove(hidden: MadeFolder) -> None:
+    left = hidden.remove()
+    if left is not None:
+        _logger.warning("%s is left of an export, and can be removed", left)
 
 
 def export_filled_with(

@@ -14,7 +14,6 @@ import functools
 import logging
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,6 +36,7 @@ from ..reports import ExportReport, Stopwatch
 from ..storage import Folders
 from ..storage.base import Storage
 from ..storage.local import give_name, rename
+from ..storage.made_folder import MadeFolder
 from .formats import FORMATS, Choose, ExportPlan, ExportRequest, plan_export
 from .stream import write_files
 
@@ -135,7 +135,7 @@ class _Coordinator:
 
     def __init__(self, session: ControlSession, source: Storage, choose: Choose, folders: Folders) -> None:
         self._session, self._source, self._choose, self._folders = session, source, choose, folders
-        self._hidden: Path | None = None
+        self._hidden: MadeFolder | None = None
 
     def begin(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``begin``: plan, which raises what the format cannot hold, and make the hidden folder."""
@@ -150,8 +150,7 @@ class _Coordinator:
         self._folders.run("listing", out.parent, lambda: _warn_of_others(out, self._source))
         self._folders(out.parent).prepare()
         hidden = out.parent / f".{out.name}.export-{self._save.save_id}"
-        self._folders.run("making", hidden, hidden.mkdir, lambda _: hidden.rmdir())
-        self._hidden = hidden
+        self._hidden = self._folders.run("making", hidden, functools.partial(_make, hidden), lambda _: hidden.rmdir())
         self._folders(hidden).publish(_TOKEN, self._save.save_id.encode(), f"{_TOKEN}.tmp", replace=True)
         answer = encode(BeginAnswer(metadata.unique_id, metadata.save_id, str(hidden), self._save))
         return dict.fromkeys(messages, answer)
@@ -174,10 +173,10 @@ class _Coordinator:
     def finish(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``write``: all files are there; make that visible."""
         assert self._hidden is not None
-        storage, out = self._folders(self._hidden), Path(self._request.out)
+        storage, out = self._folders(self._hidden.path), Path(self._request.out)
         for file in self.plan.files:
             if storage.size(file.name) != file.nbytes:
-                raise CheckpointError(f"{self._hidden / file.name} has changed while it was written")
+                raise CheckpointError(f"{self._hidden.path / file.name} has changed while it was written")
         if self.plan.draft is not None:
             written = {info.name: info for data in messages.values() for info in decode(data, WrittenFiles).files}
             files = [written[info.name] for info in self.plan.draft.files]
@@ -207,16 +206,17 @@ class _Coordinator:
 
     def _publish(self, out: Path) -> None:
         assert self._hidden is not None
+        hidden = self._hidden.path
         if not FORMATS[self._request.format].is_file:
-            _be_as(out, self._hidden)
-            rename(self._hidden, out)
-        elif not give_name(self._hidden / self.plan.files[0].name, out):
+            _be_as(out, hidden)
+            rename(hidden, out)
+        elif not give_name(hidden / self.plan.files[0].name, out):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
 
     def clean_up(self) -> None:
         """Remove the hidden folder, if it still is one."""
         if self._hidden is not None:
-            self._folders.end_with("removing", self._hidden, functools.partial(_remove, self._hidden))
+            self._folders.end_with("removing", self._hidden.path, functools.partial(_remove, self._hidden))
 
 
 def _be_as(empty: Path, folder: Path) -> None:
@@ -228,17 +228,16 @@ def _be_as(empty: Path, folder: Path) -> None:
         os.chmod(folder, stat.S_IMODE(found.st_mode))  # afterwards: a change of the owner takes bits away
 
 
-def _remove(hidden: Path) -> None:
+def _make(hidden: Path) -> MadeFolder:
+    hidden.mkdir()
+    return MadeFolder(hidden)
+
+
+def _remove(hidden: MadeFolder) -> None:
     # Under another name, so that a rank that has not heard of a failure yet makes no file in it meanwhile.
-    gone = hidden.with_name(f"{hidden.name}.gone")
-    try:
-        os.rename(hidden, gone)
-    except OSError:  # the name may be too long
-        gone = hidden
-    with suppress(OSError):  # of its own calls, rmtree does not ignore all errors
-        shutil.rmtree(gone, ignore_errors=True)
-    if gone.exists():
-        _logger.warning("%s is left of an export, and can be removed", gone)
+    left = hidden.remove(hidden.path.with_name(f"{hidden.path.name}.gone"))
+    if left is not None:
+        _logger.warning("%s is left of an export, and can be removed", left)
 
 
 def _warn_of_late(out: Path) -> None:

@@ -33,6 +33,7 @@ from paddle_dist_ckpt.exporting import export as export_module
 from paddle_dist_ckpt.exporting.export import export_checkpoint
 from paddle_dist_ckpt.exporting.formats import ExportRequest
 from paddle_dist_ckpt.storage import Folders, LocalStorage
+from paddle_dist_ckpt.storage.made_folder import MadeFolder
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
 from test.jobs import (
     Killed,
@@ -376,12 +377,44 @@ def test_what_cannot_be_removed_of_an_export_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path / "ckpt")
-    monkeypatch.setattr(export_module.shutil, "rmtree", lambda folder, ignore_errors: None)
+    monkeypatch.setattr(os, "rmdir", lambda folder: None)
     export(tmp_path / "ckpt", tmp_path / "out", format="pdparams")
     (left,) = tmp_path.glob(".out.export-*")
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"{left} is left of an export, and can be removed"
     ]
+
+
+@pytest.mark.parametrize("format", ["pdparams", "native"])
+def test_a_folder_that_was_given_the_hidden_ones_name_is_not_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str
+) -> None:
+    """Who may write to the folder above may rename what others have there, but not have it removed by an export."""
+    source, precious = saved(tmp_path / "ckpt"), saved(tmp_path / "precious")
+    before, hidden = files_in(precious), list[Path]()
+
+    def swap(rank: SimulatedRank) -> None:
+        hidden.extend(tmp_path.glob(".out.export-*"))
+        hidden[0].rename(tmp_path / "elsewhere")
+        precious.rename(hidden[0])
+        no_space(rank)
+
+    watched = Faults()
+    run_ranks(1, lambda rank: watched.export(rank, source, request(tmp_path / "watched", format)))
+    faults = Faults((0, watched.done[0].index("write")), swap)
+    (error,) = run_ranks(1, lambda rank: faults.export(rank, source, request(tmp_path / "out", format)))
+    assert "No space left" in str(error)
+    assert files_in(hidden[0]) == before
+    assert f"{hidden[0]} is another folder than the one that was made there, so it stays" in caplog.messages
+
+
+def test_a_folder_that_is_not_the_one_that_was_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in ("full", "link"):
+        with pytest.raises(OSError, match=name):
+            MadeFolder(tmp_path / name)
 
 
 CHILD = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -242,8 +241,8 @@ def test_the_export_of_a_state_that_hangs_at_the_end_is_not_waited_for(
         released.wait()
         remove(path, *args, **kwargs)
 
-    remove = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", hang)
+    remove = os.rmdir
+    monkeypatch.setattr(os, "rmdir", hang)
     monkeypatch.setattr(state_exports, "paddles", lambda *args: None)
     monkeypatch.setattr(
         state_exports, "save_with", lambda *args: (_ for _ in ()).throw(CheckpointTimeoutError("the save"))

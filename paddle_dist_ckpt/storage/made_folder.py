@@ -1,0 +1,74 @@
+"""A folder that is made for a while, and removed again: that one, and no other that has its name by then."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .local_files import about, close_read
+
+__all__ = ["MadeFolder"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+
+
+class MadeFolder:
+    """A folder that this process has just made, in which there are files alone.
+
+    Who may write to the folder above may rename what is in it, whoever owns that, and give another folder this one's
+    name.
+
+    Args:
+        path: Where it is.
+
+    Raises:
+        FileExistsError: something is in it already, so it is another one.
+        OSError: it cannot be looked at.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with about(path), _opened(path) as descriptor:
+            status = os.fstat(descriptor)
+            if os.listdir(descriptor):
+                raise FileExistsError(errno.EEXIST, "it is another folder than was made", str(path))
+        self._identity = status.st_dev, status.st_ino
+
+    def remove(self, aside: Path | None = None) -> Path | None:
+        """Remove it with its files, as far as that can be done. If another folder has its name by now, that stays.
+
+        Args:
+            aside: A name to give it before, so that nobody who knows the other one makes a file in it meanwhile.
+
+        Returns:
+            What is left of it; None if nothing is.
+        """
+        name = self.path
+        with suppress(OSError), _opened(self.path) as descriptor:
+            status = os.fstat(descriptor)
+            if (status.st_dev, status.st_ino) != self._identity:
+                _logger.warning("%s is another folder than the one that was made there, so it stays", self.path)
+                return None
+            if aside is not None:
+                with suppress(OSError):  # the name may be too long
+                    os.rename(self.path, aside)
+                    name = aside
+            # IMPORTANT: by the descriptor, which is this folder's whatever has its name by now.
+            for file in os.listdir(descriptor):
+                with suppress(OSError):
+                    os.unlink(file, dir_fd=descriptor)
+            os.rmdir(name)  # which removes no folder that has something in it
+        return name if os.path.lexists(name) else None
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        close_read(descriptor, folder)
