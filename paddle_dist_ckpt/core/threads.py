@@ -96,7 +96,8 @@ class _Run:
         workers = list[threading.Thread]()
         with suppress(RuntimeError):  # there can be no more threads: those that there are do it all
             for number in range(others):
-                worker = threading.Thread(target=self._work, name=f"paddle_dist_ckpt_{number}")
+                # A daemon: one whose start was interrupted may wait for ever, and the end of the process would for it.
+                worker = threading.Thread(target=self._work_beside, name=f"paddle_dist_ckpt_{number}", daemon=True)
                 worker.start()
                 workers.append(worker)
         self._work()
@@ -104,7 +105,7 @@ class _Run:
             worker.join()
 
     def wait(self) -> None:
-        """Wait until no thread works any more."""
+        """Wait until no other thread works any more."""
         with self._ended:
             self._ended.wait_for(lambda: not self._working)
 
@@ -116,8 +117,17 @@ class _Run:
                     task()
             self._tasks.close()
 
-    def _work(self) -> None:
+    def _work_beside(self) -> None:
+        # IMPORTANT: not of the thread that runs all, which may be interrupted within this, and would wait for itself.
         self._working.add(threading.get_ident())
+        try:
+            self._work()
+        finally:
+            with self._ended:
+                self._working.remove(threading.get_ident())
+                self._ended.notify()
+
+    def _work(self) -> None:
         try:
             while not self.failures:
                 task = self._take()
@@ -128,10 +138,6 @@ class _Run:
             self.failures.append(error)
         except BaseException as error:  # an interruption, if this is the main thread
             self.failures.insert(0, error)
-        finally:
-            with self._ended:
-                self._working.remove(threading.get_ident())
-                self._ended.notify()
 
     def _take(self) -> Callable[[], None] | None:
         with self._lock:

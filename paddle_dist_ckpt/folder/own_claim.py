@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..core.latch import Latch
 from ..errors import CheckpointError, CheckpointTimeoutError
 from ..storage.base import Storage
 from .claims import FRESH_EVERY, TEMPORARY
@@ -43,7 +44,7 @@ class OwnClaim:
         self.name = name
         self._storage = storage
         self.is_published = False
-        self._stopped = threading.Event()
+        self._stopped = Latch()
         self._keeper: threading.Thread | None = None
         self._other: str | None = None  # the claim that is kept fresh as well since this one is gone
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from ..core.latch import Latch
 from ..errors import CheckpointTimeoutError
 
 __all__ = ["Helpers", "StorageCall"]
@@ -37,7 +38,7 @@ class StorageCall:
         location: str = "",
     ) -> None:
         self.doing, self.patient, self.location = doing, patient, location
-        self.ended = threading.Event()
+        self.ended = Latch()
         self.asking = False
         self._work, self._late = work, late
         self._lock = threading.Lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import functools
+import itertools
 import signal
 import threading
 import time
@@ -12,7 +13,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from paddle_dist_ckpt.core.latch import Latch
 from paddle_dist_ckpt.core.threads import Beside, run_all
+from test.interrupts import interrupted
+from test.waiting import PATIENCE
 
 
 def test_nothing_runs_any_more_when_an_interruption_is_raised() -> None:
@@ -191,3 +195,63 @@ def test_a_thread_beside_that_cannot_be_started_leaves_nothing_to_finish(monkeyp
     beside.start(functools.partial(ran.append, 2)).result(30)
     beside.finish()
     assert ran == [2]
+
+
+def each_place(work: Callable[[], object]) -> None:
+    """Have an interrupt come at each call in some work. That must not wait without end, whatever thread it is on."""
+    came = [True]
+    for number in itertools.count():
+        came.clear()
+        thread = threading.Thread(target=lambda n=number: came.append(interrupted(n, work)), daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        assert came, f"an interrupt at call {number} is never over"
+        if not came[0]:
+            return
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt that Python has lost
+def test_an_interruption_is_over_wherever_it_comes() -> None:
+    """Also in what the thread does that waits for the others, which then must not wait for itself."""
+    each_place(lambda: run_all((functools.partial(time.sleep, 0) for _ in range(6)), 3, lambda: None))
+
+
+def test_a_latch_can_be_set_and_waited_for_after_an_interruption() -> None:
+    def use(latch: Latch) -> None:
+        latch.wait(0)
+        latch.set()
+        latch.wait(0)
+
+    found = list[bool]()
+
+    def work() -> None:
+        for number in itertools.count():
+            latch = Latch()
+            came = interrupted(number, functools.partial(use, latch))
+            latch.set()
+            found.append(latch.wait(PATIENCE))
+            if not came:
+                return
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert len(found) > 5
+    assert all(found)
+
+
+def test_a_latch_wakes_all_that_wait() -> None:
+    latch = Latch()
+    assert not latch.wait(0)
+    assert not latch.is_set()
+    found = list[bool]()
+    threads = [threading.Thread(target=lambda: found.append(latch.wait(PATIENCE))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    latch.set()
+    latch.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert found == [True] * 3
+    assert latch.wait(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError, Ch
 from paddle_dist_ckpt.folder import commit
 from paddle_dist_ckpt.folder.delete import begin_clearing, begin_deletion, delete
 from paddle_dist_ckpt.folder.lease import Lease
+from paddle_dist_ckpt.folder.own_claim import OwnClaim
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.saving.rank_files import RankFiles
 from paddle_dist_ckpt.storage import LocalStorage, local
@@ -29,6 +31,7 @@ from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, SimulatedRank, run_ranks
 from paddle_dist_ckpt.testing.storage_conformance import in_threads
 from paddle_dist_ckpt.wiring import save_with
+from test.interrupts import interrupted
 from test.jobs import (
     Killed,
     age,
@@ -1066,3 +1069,26 @@ def test_a_claim_that_cannot_be_kept_fresh_is_none(tmp_path: Path, monkeypatch: 
             save_alone({"w": np.ones(3)}, tmp_path)
     assert list(tmp_path.iterdir()) == []
     save_alone({"w": np.ones(3)}, tmp_path)
+
+
+def test_a_claim_can_be_removed_after_an_interrupt_wherever_it_came(tmp_path: Path) -> None:
+    """What stops its refreshing must not be left locked: the clean-up would wait for it, and so would other ranks."""
+    storage, done = LocalStorage(tmp_path), list[bool]()
+
+    def work() -> None:
+        came = True
+        for number in itertools.count():
+            claim = OwnClaim(storage, f"0.{number:016x}.claim")
+            claim.publish(b"{}")
+            claim.keep_fresh(lambda: None)
+            came = interrupted(number, claim.stop)
+            claim.remove()
+            if not came:
+                break
+        done.append(True)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert done
+    assert storage.names() == []
