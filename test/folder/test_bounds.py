@@ -26,7 +26,7 @@ from paddle_dist_ckpt.errors import (
     StateDictMismatchError,
     UnsupportedValueError,
 )
-from paddle_dist_ckpt.folder.selection import _without
+from paddle_dist_ckpt.folder.selection import below
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.saving.file_plan import FilePlan
 from paddle_dist_ckpt.testing import FaultyStorage
@@ -291,7 +291,7 @@ def test_a_prefix_is_looked_for_where_it_may_be(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("paddle_dist_ckpt.folder.selection.plain_key", counted)
     path, prefix = "/abc" * 255, ".".join(["abc"] * 99)
-    assert _without(path, prefix) == "/abc" * 156
-    assert _without(path, prefix + ".ab") is None
-    assert _without(path, "x") is None
+    assert below(path, prefix) == "/abc" * 156
+    assert below(path, prefix + ".ab") is None
+    assert below(path, "x") is None
     assert len(looks) < 10

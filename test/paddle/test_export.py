@@ -96,8 +96,6 @@ def test_a_rank_is_killed(tmp_path: Path, victim: int, at: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        LoadOptions(recipes={"w": stored("w").T}),
-        LoadOptions(aoa_config={"aoa_statements": ["w^T -> w"]}),
         LoadOptions(key_map={"v": "w"}),
         LoadOptions(cast=True),
         LoadOptions(resize={"w": 0}),
@@ -109,7 +107,5 @@ def test_options_that_would_change_what_is_written_are_refused(tmp_path: Path, o
     with pytest.raises(ValueError, match=r"export does not use LoadOptions\(.*=\.\.\.\): tensors are written"):
         export(tmp_path / "ckpt", tmp_path / "out", options=options)
     assert not (tmp_path / "out").exists()
-    if options.recipes or options.aoa_config:
-        return
     with pytest.raises(ValueError, match=r"load_merged_state_dict does not use LoadOptions\("):
         load_merged_state_dict(tmp_path / "ckpt", options=options)
