@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import numbers
 import os
 import threading
+import time
 from collections.abc import Callable
-from concurrent import futures
 
+from ..core.latch import Latch
 from ..core.threads import at_exit, lower_priority
 from ..errors import CheckpointError, DurabilityUnknownError
 from ..reports import SaveReport
@@ -18,6 +20,7 @@ __all__ = ["EARLIER", "AsyncSave"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 
 EARLIER = "an earlier save in the background"
+_LOOK_SECONDS = 5.0  # after which who waits looks whether it has missed the end
 
 
 class AsyncSave:
@@ -39,9 +42,12 @@ class AsyncSave:
     """
 
     def __init__(self, path: str, finish: Callable[[], SaveReport]) -> None:
-        self._path, self._finish = path, finish
+        self._path = path
         self._pid = os.getpid()
-        self._future: futures.Future[SaveReport] = futures.Future()
+        # No Future: an interrupt of who waits for one, or makes one, may leave its lock taken, and the save would wait.
+        self._unclaimed = [finish]
+        self._outcome: SaveReport | BaseException = CheckpointError("it was interrupted before it began")
+        self._ended = Latch()
         self._observed = False
         # Not a daemon: the interpreter waits for it before it ends. It must start no threads of its own, which is not
         # possible any more by then.
@@ -58,52 +64,69 @@ class AsyncSave:
                 return
         except RuntimeError as error:
             _logger.warning("the save to %s is made before its call returns: %s", self._path, error)
-        self._work()
+        try:
+            self._work()
+        finally:
+            self._ended.set()  # once more, as that may have been interrupted
 
     def forestall(self) -> bool:
         """When :meth:`start` has failed, see to it that nothing is done; returns False if it has begun, and goes on."""
-        return self._future.cancel()
+        return self._claimed() is not None
+
+    def _claimed(self) -> Callable[[], SaveReport] | None:
+        """What is to be done, for the first who asks."""
+        try:
+            return self._unclaimed.pop()
+        except IndexError:
+            return None
 
     def _run(self) -> None:
         lower_priority()
         self._work()
 
     def _work(self) -> None:
-        if not self._future.set_running_or_notify_cancel():
+        finish = self._claimed()
+        if finish is None:
             return
         try:
-            report = self._finish()
+            self._outcome = finish()
         except BaseException as error:
-            try:  # first: who waits for the end may look at the log next, or end the process
-                _logger.error("the background save to %s failed: %s", self._path, error)
-            finally:
-                self._future.set_exception(error)
+            self._outcome = error
+            _logger.error("the background save to %s failed: %s", self._path, error)
             if not isinstance(error, Exception) and threading.current_thread() is not self._thread:
                 self._observed = True
                 raise  # an interrupt, of whoever has called
-        else:
-            self._future.set_result(report)
         finally:
-            del self._finish  # and with it what keeps buffers alive
+            del finish  # and with it what keeps buffers alive
+            self._ended.set()  # last: who waits for the end may look at the log next, or end the process
+
+    @property
+    def _failure(self) -> BaseException | None:
+        """Why it has failed, if it has ended so."""
+        return None if isinstance(self._outcome, SaveReport) else self._outcome
 
     def __repr__(self) -> str:
         state = "goes on"
-        if self._future.done():
-            error = self._future.exception()
+        if self._ended.is_set():
+            error = self._failure
             state = "is committed" if error is None else f"failed: {type(error).__name__}"
         return f"<{type(self).__name__}: the save to {self._path} {state}>"
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Does not wait."""
         self._check_process()
-        return self._future.done()
+        return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has ended, for at most ``timeout`` seconds; returns whether it has. Raises no failure of it."""
         self._check_process()
         if not isinstance(timeout, numbers.Real | None):
             raise TypeError(f"timeout must be None or a number of seconds, not {timeout!r}")
-        return bool(futures.wait([self._future], timeout).done)
+        end = math.inf if timeout is None else time.monotonic() + float(timeout)
+        while not self._ended.wait(max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                return False
+        return True
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until it is committed.
@@ -121,17 +144,19 @@ class AsyncSave:
         if not self.wait(timeout):
             raise TimeoutError(f"the save to {self._path} has not ended within {timeout} s; it goes on")
         self._observed = True
-        return self._future.result()
+        if not isinstance(self._outcome, SaveReport):
+            raise self._outcome
+        return self._outcome
 
     @property
     def raised(self) -> bool:
         """Whether it has failed, and somebody has been told so by an exception."""
-        return self._observed and self._future.done() and self._future.exception() is not None
+        return self._observed and self._ended.is_set() and self._failure is not None
 
     @property
     def failed(self) -> bool:
         """Whether it has ended without a commit."""
-        return self._future.done() and not isinstance(self._future.exception(), DurabilityUnknownError | None)
+        return self._ended.is_set() and not isinstance(self._failure, DurabilityUnknownError | None)
 
     def raise_unobserved(self) -> None:
         """Wait until it has ended; raise its failure, once, if nobody has seen it.
@@ -139,7 +164,8 @@ class AsyncSave:
         Raises:
             CheckpointError: it failed, and nobody asked for its result.
         """
-        error = self._future.exception()
+        self.wait()
+        error = self._failure
         if error is not None and not self._observed:
             self._observed = True
             raise CheckpointError(

@@ -15,6 +15,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.files import datafile
 from paddle_dist_ckpt.files.contents import WINDOW_BYTES
+from paddle_dist_ckpt.reports import SaveReport
+from paddle_dist_ckpt.saving.async_save import AsyncSave
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank
 from test.background import (
@@ -40,6 +43,7 @@ from test.background import (
     versions,
     within,
 )
+from test.interrupts import interrupted
 from test.jobs import (
     LAYOUTS,
     Watch,
@@ -52,7 +56,7 @@ from test.jobs import (
     sharded,
     without_times,
 )
-from test.waiting import until
+from test.waiting import PATIENCE, until
 
 
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,3 +512,18 @@ def test_nothing_leaks_in_fifty_saves(tmp_path: Path, monkeypatch: pytest.Monkey
         until(lambda: all(now <= then for now, then in zip(counts(), before, strict=True)), what="an end of threads")
 
     job(1, work)
+
+
+def test_no_interrupt_of_who_waits_keeps_a_save_from_ending() -> None:
+    report, number, goes_on = mock.create_autospec(SaveReport, instance=True), 0, True
+    while goes_on:
+        begun = threading.Event()
+        pending = AsyncSave("folder", lambda begun=begun: begun.wait(PATIENCE) and report)  # type: ignore[misc]
+        pending.start()
+        threading.Timer(0.005, begun.set).start()
+        goes_on = interrupted(number, pending.result)
+        assert pending.wait(PATIENCE)
+        pending.raise_unobserved()
+        assert pending.result() is report
+        number += 1
+    assert number > 3
