@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from ..core.shards import ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..planning.cover import covers_exactly
 from ..planning.recipe_parts import FilledRecipe, Made, PartMaker, RecipeError, misfit
+from ..tree.names import Names
 from ..tree.paths import plain_key
 from .messages import LoadAnswer, Mismatch
 from .resize import LengthError, Resizing
@@ -44,6 +45,7 @@ class PartTargets:
         problems: What does not fit.
         made: The paths of those that are made of parts.
         missing: The paths of those of which something is not stored that need not be.
+        refused: Why some tensors are not filled, by number, though something is stored for them.
     """
 
     tensors: LocalTensors
@@ -52,6 +54,7 @@ class PartTargets:
     problems: list[Mismatch] = field(default_factory=list)
     made: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
 
 
 class _LocalPart(NamedTuple):
@@ -81,7 +84,7 @@ def expand(wanted: WantedState, answer: LoadAnswer, table: ShardTable, cast: boo
     if not recipes and not answer.parts:
         stored = [elsewhere.get(path, path) for path in tensors.paths]
         return PartTargets(tensors, stored, [cast] * len(stored))
-    result = PartTargets(LocalTensors(), [], [])
+    result, moved = PartTargets(LocalTensors(), [], []), dict[str, tuple[int, ...]]()
     making, shard = _Making(wanted, answer, table, cast, resizing), 0
     for i, path in enumerate(tensors.paths):
         number = tensors.geometry[i]
@@ -102,6 +105,8 @@ def expand(wanted: WantedState, answer: LoadAnswer, table: ShardTable, cast: boo
         except (RecipeError, LengthError) as error:
             result.problems.append(Mismatch.at(path, str(error)))
             continue
+        if path in recipes and any(map(_moves, made.parts)):
+            moved[path] = geometry.shape
         for part in made.parts:
             mine = making.local_part(number, fitted, part)
             if mine.starts:
@@ -109,7 +114,35 @@ def expand(wanted: WantedState, answer: LoadAnswer, table: ShardTable, cast: boo
                 result.tensors.add(path, TensorView(mine.geometry, at, tensors.owners[i], tensors.names[i]))
                 result.stored.append(answer.sources[part.key])
                 result.cast.append(True)
+    if moved:
+        _refuse_states(result, moved, Names(tensors.paths, tensors.names))
     return result
+
+
+def _moves(part: Part) -> bool:
+    """Whether elements of the stored tensor are in other places in the wanted one."""
+    return part.axes != tuple(range(len(part.axes))) or part.box != part.place
+
+
+def _refuse_states(result: PartTargets, moved: Mapping[str, tuple[int, ...]], names: Names) -> None:
+    """Refuse states of an optimizer that are as large as their parameter and would be filled as they are stored, where
+    a recipe moves the parameter's elements.
+
+    Args:
+        result: What is filled.
+        moved: The shapes of these parameters, by path.
+        names: What the wanted tensors are called.
+    """
+    tensors = result.tensors
+    for i, (path, number) in enumerate(zip(tensors.paths, tensors.geometry, strict=True)):
+        variable = names.variables.get(path)
+        if variable is None or path in result.made or result.stored[i] is None:
+            continue
+        shape = tensors.geometries[number].shape
+        parameter = next((one for one in variable.parameters if moved.get(one) == shape), None)
+        if parameter is not None:
+            text = f"it needs a recipe as well, since one moves the elements of {plain_key(parameter)}, its parameter"
+            result.refused[i] = text
 
 
 class _Making:

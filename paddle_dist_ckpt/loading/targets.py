@@ -81,7 +81,7 @@ class Targets:
         asked = set(place.tolist())  # also for what does not fit, which stays as it is
         refused = resizing.fit(tensors, table, place, parts.made)
         cast = np.array(parts.cast, bool)
-        refused = {**_find_mismatches(tensors, table, place, cast), **refused}
+        refused = {**_find_mismatches(tensors, table, place, cast), **refused, **parts.refused}
         self.problems += [Mismatch.at(tensors.paths[tensor], reason) for tensor, reason in refused.items()]
         if refused:
             place[self._are_at({tensors.paths[tensor] for tensor in refused})] = -1

@@ -801,3 +801,54 @@ def test_what_a_recipe_asks_for_may_be_missing_if_the_caller_says_so(tmp_path: P
     for target in targets:
         assert (target["m.0"] == whole).all()
         assert not target["m.1"].any()
+
+
+# -- states of an optimizer
+
+
+STATES = {key: make_array((4, 4), seed=n) for n, key in enumerate(("q.weight.moment1", "q.weight.moment2"))}
+STATES |= {"q.weight.beta1_pow_acc": make_array((1,), seed=5), "k.weight.moment1": make_array((4, 4), seed=6)}
+HALVES = split(stored("model.q.weight"), 2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_refused"),
+    [
+        (stored("model.q.weight").T, True),
+        (concat(*reversed(HALVES)), True),  # of several parts
+        (concat(*HALVES), False),
+        (stored("model.q.weight").cast("float32"), False),
+        (stored("model.k.weight"), False),  # such as another average of it
+    ],
+)
+def test_a_state_is_not_loaded_as_it_is_stored_where_a_recipe_moves_its_parameter(
+    tmp_path: Path, recipe: Recipe, is_refused: bool
+) -> None:
+    """Of a square parameter it would fit, and every element would be that of another one."""
+    weights = {f"{name}.weight": make_array((4, 4), seed=8) for name in "qk"}
+    save_alone({"model": weights, "optimizer": STATES}, tmp_path)
+
+    def blank() -> dict[str, Any]:
+        return {
+            name: {key: np.zeros_like(array) for key, array in arrays.items()}
+            for name, arrays in (("model", weights), ("optimizer", STATES))
+        }
+
+    recipes = {"model.q.weight": recipe}
+    if not is_refused:
+        load_alone(blank(), tmp_path, options=options(recipes))
+        return
+    with pytest.raises(StateDictMismatchError) as caught:
+        load_alone(blank(), tmp_path, options=options(recipes))
+    assert caught.value.problems == tuple(
+        f"optimizer.q.weight.moment{i}: it needs a recipe as well, since one moves the elements of model.q.weight, its "
+        "parameter"
+        for i in (1, 2)
+    )
+    found = blank()
+    load_alone(found, tmp_path, options=options(recipes, strict=False))
+    loaded = {key for key, array in found["optimizer"].items() if array.any()}
+    assert loaded == {"q.weight.beta1_pow_acc", "k.weight.moment1"}
+    moments = {"optimizer.q.weight.moment{i}": stored("optimizer.q.weight.moment{i}").T}
+    load_alone(found, tmp_path, options=options(recipes | moments))
+    assert same_bits(found["optimizer"]["q.weight.moment2"], STATES["q.weight.moment2"].T)
