@@ -5,6 +5,7 @@ A tensor is a :class:`Geometry`, which tensors that are alike share, and the add
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -187,13 +188,21 @@ class TensorAdapter(Protocol):
 
 def is_native_array(value: Any) -> bool:
     """Whether a value is a numpy array that is handled like a tensor."""
-    return type(value) is np.ndarray and value.dtype.name in DTYPES and value.dtype.isnative
+    return type(value) is np.ndarray and _native(value.dtype) is not None
 
 
 def view_of_array(array: npt.NDArray[Any]) -> TensorView:
-    """A numpy array as a plain tensor."""
+    """A numpy array of a native type as a plain tensor."""
+    dtype = _native(array.dtype)
+    assert dtype is not None
     strides = None if array.flags.c_contiguous else array.strides
     shard = LocalShard(whole(array.shape), strides)
-    writable = array.flags.writeable
-    geometry = Geometry(Kind.ARRAY, DTYPES[array.dtype.name], array.shape, True, (shard,), None, writable)
+    geometry = Geometry(Kind.ARRAY, dtype, array.shape, True, (shard,), None, array.flags.writeable)
     return TensorView(geometry, (address_of(array),), array, None)
+
+
+@functools.lru_cache(maxsize=256)
+def _native(dtype: np.dtype[Any]) -> DType | None:
+    """The element type that numpy has as this one, None if arrays of it are not handled like tensors. Numpy puts a
+    type's name together whenever it is asked for it, which takes longer than all else that is asked of an array."""
+    return DTYPES.get(dtype.name) if dtype.isnative else None

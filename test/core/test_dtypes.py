@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from paddle_dist_ckpt.core.dtypes import DTYPES, DType, arithmetic_dtype, can_cast, cast_array, dtype_named
+from paddle_dist_ckpt.core.tensors import is_native_array, view_of_array
 from paddle_dist_ckpt.errors import UnsupportedValueError
 
 FLOATS = ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"]
@@ -27,6 +29,21 @@ def test_every_dtype_has_one_size_everywhere(dtype: DType) -> None:
     assert dtype.raw.itemsize == dtype.itemsize == arithmetic_dtype(dtype).itemsize
     assert arithmetic_dtype(dtype).name == dtype.name
     assert dtype_named(dtype.name) is dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_an_array_of_every_dtype_is_seen_as_one(dtype: DType) -> None:
+    array = np.zeros(3, arithmetic_dtype(dtype))
+    assert is_native_array(array)
+    assert view_of_array(array).geometry.dtype is dtype
+    swapped = array.view(array.dtype.newbyteorder())
+    assert is_native_array(swapped) == swapped.dtype.isnative
+    assert not is_native_array(array.view(np.ma.MaskedArray))
+
+
+@pytest.mark.parametrize("dtype", ["O", "U3", "S2", "M8[s]", "m8[s]", [("a", "f4")], "V4"])
+def test_an_array_of_no_dtype_of_ours_is_a_value(dtype: Any) -> None:
+    assert not is_native_array(np.zeros(3, dtype))
 
 
 def test_an_unknown_dtype_is_named() -> None:
