@@ -110,9 +110,10 @@ class Items:
     def table(self, state: LocalState) -> ShardTable:
         """The tensors of these items, with just the shards that are among them."""
         tensors = state.tensors
-        of_tensor: dict[int, tuple[int, ...]] = {}
+        found: dict[int, list[int]] = {}
         for owner, number in zip(state.shards.tensor[self.rows].tolist(), self.numbers.tolist(), strict=True):
-            of_tensor[owner] = (*of_tensor[owner], number) if owner in of_tensor else (number,)
+            found.setdefault(owner, []).append(number)
+        of_tensor = {owner: tuple(numbers) for owner, numbers in found.items()}
         owners = sorted(of_tensor, key=tensors.paths.__getitem__)
         geometries = [tensors.geometries[tensors.geometry[owner]] for owner in owners]
         # Of tensors with the same boxes, which there are many of, the boxes are compared once.

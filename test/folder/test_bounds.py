@@ -18,6 +18,7 @@ import pytest
 import xxhash
 
 from paddle_dist_ckpt import rebuild_metadata, verify
+from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -42,9 +43,11 @@ from test.jobs import (
     same_bits,
     save_alone,
     save_on,
+    sharded,
     split_rows,
     try_load,
 )
+from test.pace import slowness
 
 
 def edit_metadata(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -224,6 +227,13 @@ def test_a_load_of_many_values_takes_time_in_proportion(tmp_path: Path) -> None:
     found: dict[Any, Any] = {}
     assert seconds_of(lambda: found.update(load_whole(tmp_path))) < 1.2
     assert found == stored
+
+
+def test_a_tensor_in_very_many_pieces_is_saved_in_time_in_proportion(tmp_path: Path) -> None:
+    array = make_array((40_000, 1))
+    pieces = sharded(array, [Box((i, 0), (1, 1)) for i in range(len(array))])
+    assert seconds_of(lambda: save_alone({"w": pieces}, tmp_path)) < 1.5 * slowness()
+    assert same_bits(load_whole(tmp_path)["w"], array)
 
 
 def test_only_some_of_many_missing_keys_are_compared_with_all_that_there_are(
