@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import fnmatch
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -11,11 +12,13 @@ from typing import NamedTuple
 from ..core.parts import Arranged, SourceTensor
 from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
-from ..tree.paths import flat_keys, plain_key
+from ..tree.paths import WILDCARD, flat_keys, plain_key
 
 __all__ = ["Chosen", "Selection", "below", "checked_keys", "select", "select_keys", "unread"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+
+_MOST_NAMED = 20  # keys that match nothing, in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,9 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
         unmatched = [pattern for pattern, found in matched.items() if not found]
         if unmatched:
             reasons = "".join(f"; {key} is not read: {reason}" for key, reason in list(not_read.items())[:5])
-            raise CheckpointNotFoundError(f"no key matches {unmatched}{reasons}; {_examples(metadata, list(chosen))}")
+            raise CheckpointNotFoundError(
+                f"no key matches {_some(unmatched)}{reasons}; {_examples(metadata, list(chosen))}"
+            )
         wanted = set().union(*matched.values())
         chosen = {path: rest for path, rest in chosen.items() if path in wanted}
     if len(set(chosen.values())) < len(chosen):
@@ -103,7 +108,7 @@ def select_keys(paths: dict[str, str], selection: Selection) -> dict[str, str]:
     unmatched = [pattern for pattern, found in matched.items() if not found]
     if unmatched:
         examples = ", ".join(list(paths)[:5])
-        raise CheckpointNotFoundError(f"no key matches {unmatched}; there are, for example: {examples}")
+        raise CheckpointNotFoundError(f"no key matches {_some(unmatched)}; there are, for example: {examples}")
     wanted = set().union(*matched.values())
     return {key: path for key, path in chosen.items() if path in wanted}
 
@@ -142,12 +147,31 @@ def _hint_at_keys(metadata: Metadata, prefix: str | None) -> str:
     return f"; they are not nested, so keys=[{pattern!r}] selects them, or --key {pattern!r} of a command"
 
 
+def _some(unmatched: list[str]) -> str:
+    """Keys that match nothing, as a message names them: the first of very many."""
+    more = len(unmatched) - _MOST_NAMED
+    return f"{unmatched[:_MOST_NAMED]} and {more:,} more" if more > 0 else str(unmatched)
+
+
 def _matching(paths: dict[str, str], keys: Collection[str]) -> dict[str, set[str]]:
-    """The paths whose flat key is each of the keys, or matches it as a pattern."""
+    """The paths whose flat key is each of the keys, or matches it as a pattern.
+
+    There may be as many patterns as flat keys, so each is compared only with those that begin as it does.
+    """
+    ordered: list[str] = []
     found: dict[str, set[str]] = {}
     for pattern in keys:
         if pattern in paths:
             found[pattern] = {paths[pattern]}
-        else:
-            found[pattern] = {path for key, path in paths.items() if fnmatch.fnmatchcase(key, pattern)}
+            continue
+        ordered = ordered or sorted(paths)
+        near = _beginning_with(ordered, WILDCARD.split(pattern, maxsplit=1)[0])
+        found[pattern] = {paths[key] for key in near if fnmatch.fnmatchcase(key, pattern)}
     return found
+
+
+def _beginning_with(ordered: list[str], start: str) -> list[str]:
+    """Those of some texts, which are in order, that begin with a text."""
+    first = bisect.bisect_left(ordered, start)
+    end = bisect.bisect_right(ordered, start, first, key=lambda text: text[: len(start)])
+    return ordered[first:end]

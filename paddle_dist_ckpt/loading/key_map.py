@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..files.metadata import Metadata
-from ..tree.paths import containers_of, join, plain_key
+from ..tree.paths import WILDCARD, containers_of, join, plain_key
 
 __all__ = ["OWN_KEY", "apply", "matched", "matcher", "path_of_key", "unmatched_text"]
 
@@ -114,7 +114,9 @@ def path_of_key(metadata: Metadata) -> Callable[[str], str]:
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
     """A function that says whether a flat key matches one of some patterns, as :func:`fnmatch.fnmatchcase` has them."""
-    if not patterns:
-        return lambda _: False
-    match = re.compile("|".join(map(fnmatch.translate, patterns))).match
-    return lambda key: match(key) is not None
+    keys = {pattern for pattern in patterns if WILDCARD.search(pattern) is None}
+    others = [pattern for pattern in patterns if pattern not in keys]
+    if not others:
+        return keys.__contains__
+    match = re.compile("|".join(map(fnmatch.translate, others))).match
+    return lambda key: key in keys or match(key) is not None

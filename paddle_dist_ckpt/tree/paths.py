@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 __all__ = [
+    "WILDCARD",
     "Containers",
     "ListIndex",
     "Part",
@@ -61,6 +62,9 @@ class RankIndex(NamedTuple):
 
 
 Part = str | int | ListIndex | TupleIndex | RankIndex
+WILDCARD = re.compile(r"[*?[]")
+"""What a pattern of flat keys has, as :mod:`fnmatch` reads them, and what is no pattern has not."""
+
 _SIGNS: dict[type[Any], str] = {int: "~i", ListIndex: "~l", TupleIndex: "~t", RankIndex: "~r"}
 _KINDS = {sign: kind for kind, sign in _SIGNS.items()}
 _MAX_INDEX = 100_000_000  # more than any list of tensors has

@@ -27,7 +27,7 @@ from paddle_dist_ckpt.errors import (
     StateDictMismatchError,
     UnsupportedValueError,
 )
-from paddle_dist_ckpt.folder.selection import below
+from paddle_dist_ckpt.folder.selection import Selection, below, select_keys
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.saving.file_plan import FilePlan
 from paddle_dist_ckpt.testing import FaultyStorage
@@ -227,6 +227,47 @@ def test_a_load_of_many_values_takes_time_in_proportion(tmp_path: Path) -> None:
     found: dict[Any, Any] = {}
     assert seconds_of(lambda: found.update(load_whole(tmp_path))) < 1.2
     assert found == stored
+
+
+def test_as_many_patterns_as_keys_take_time_in_proportion() -> None:
+    keys = {f"layers.{i}.weight": f"/layers.{i}.weight" for i in range(6000)}
+    patterns, found = [key.replace("weight", "w*[ht]") for key in keys], dict[str, str]()
+    assert seconds_of(lambda: found.update(select_keys(keys, Selection(None, patterns)))) < 0.5 * slowness()
+    assert found == keys
+
+
+def test_very_many_keys_that_match_nothing_are_counted() -> None:
+    keys = {f"layers.{i}.weight": f"/layers.{i}.weight" for i in range(6000)}
+    none = [f"model.{key}" for key in keys]
+
+    def refused() -> None:
+        with pytest.raises(CheckpointNotFoundError, match=r"'model\.layers\.0\.weight'.* and 5,980 more; ") as caught:
+            select_keys(keys, Selection(None, none))
+        assert len(str(caught.value)) < 1000
+
+    assert seconds_of(refused) < 0.5 * slowness()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("*", "a a.b a.bc a[0] a[1] b"),
+        ("a.b", "a.b"),
+        ("a.b*", "a.b a.bc"),
+        ("a[0]", "a[0]"),
+        ("a[[]?]", "a[0] a[1]"),
+        ("a[", ""),
+        ("[!b]?*", "a.b a.bc a[0] a[1]"),
+        ("\U0010ffff*", ""),
+    ],
+)
+def test_a_pattern_finds_what_it_matches_or_is(pattern: str, found: str) -> None:
+    keys = {key: f"/{key}" for key in ("b", "a[1]", "a.bc", "a", "a[0]", "a.b")}
+    if found:
+        assert set(select_keys(keys, Selection(None, [pattern]))) == set(found.split())
+        return
+    with pytest.raises(CheckpointNotFoundError):
+        select_keys(keys, Selection(None, [pattern]))
 
 
 def test_a_tensor_in_very_many_pieces_is_saved_in_time_in_proportion(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import CheckpointError, LoadOptions, LoadReport, PerRank, StateDictMismatchError
+from paddle_dist_ckpt.loading.key_map import matcher
 from paddle_dist_ckpt.testing import run_ranks
 from test.jobs import Counter, all_ok, load_whole, save_alone, saved_by_two
+from test.pace import slowness
 
 LARGE = "x" * 10_000  # an entry of a data file
 
@@ -245,3 +249,29 @@ def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
     save_alone({"w": np.ones(3)}, tmp_path)
     with pytest.raises(ValueError, match=r"key_map\('w'\) failed: ZeroDivisionError"):
         loaded(tmp_path, {"w": np.zeros(3)}, lambda key: str(1 / 0))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "matched"),
+    [
+        ([], []),
+        (["a", "a[0]", "x"], ["a"]),
+        (["a.*", "b"], ["a.b", "b"]),
+        (["?", "a[[]0]"], ["a", "a[0]", "b", "A", "\n"]),
+        (["a.b", "a["], ["a.b"]),
+    ],
+)
+def test_patterns_match_as_fnmatch_has_them(patterns: list[str], matched: list[str]) -> None:
+    keys = ["a", "a.b", "a[0]", "b", "A", "\n", "a\n", ""]
+    matches = matcher(patterns)
+    assert [key for key in keys if matches(key)] == matched
+    assert matched == [key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)]
+
+
+def test_as_many_patterns_as_keys_take_time_in_proportion() -> None:
+    keys = [f"layers.{i}.weight" for i in range(20_000)]
+    start = time.process_time()
+    matches = matcher(keys)
+    assert all(map(matches, keys))
+    assert not any(matches(key + "_") for key in keys)
+    assert time.process_time() - start < 0.5 * slowness()
