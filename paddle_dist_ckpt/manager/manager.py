@@ -321,8 +321,8 @@ class CheckpointManager:
             with held_back(_logger), self._lock:
                 self._steps.look(opened)
                 self._retention.warn(self._root, self._steps.metrics, step, self._told)
-                kept = {self._reading, *self._steps.linked(opened)}
-                doomed = self._retention.doomed(self._steps.metrics, step, kept)
+                doomed = self._retention.doomed(self._steps.metrics, step, [self._reading])
+                doomed = self._steps.removable(doomed, opened)
                 littered = [one for one in self._steps.littered(opened, anew=False) if one not in doomed]
                 return self._steps.begin_removals([*doomed, *self._steps.abandoned(opened)], littered, opened)
 

@@ -50,7 +50,8 @@ def plan_prune(root: Path, retention: Retention, dry_run: bool = False) -> Prune
     """
     steps, opened = Steps(root, NOTE), Folders()
     steps.look(opened)
-    doomed = retention.doomed(steps.metrics, max(steps.metrics), steps.linked(opened)) if steps.metrics else []
+    doomed = retention.doomed(steps.metrics, max(steps.metrics), ()) if steps.metrics else []
+    doomed = steps.removable(doomed, opened)
     now = time.time() if dry_run else None
     kept = [step for step in sorted(steps.metrics) if step not in doomed]
     littered = [step for step in steps.littered(opened, now) if step in kept]

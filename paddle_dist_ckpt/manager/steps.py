@@ -214,9 +214,9 @@ class Steps:
             return {}
         return {name: value for name, value in found.items() if type(value) is float}
 
-    def linked(self, opened: Folders) -> list[int]:
-        """The steps that are links to folders elsewhere, of which nothing is to be removed."""
-        return [step for step in self.folders(opened) if _is_link(step_folder(self._root, step), opened)]
+    def removable(self, steps: Iterable[int], opened: Folders) -> list[int]:
+        """Those of some steps that are no links to folders elsewhere, of which nothing is to be removed."""
+        return [step for step in steps if not _is_link(step_folder(self._root, step), opened)]
 
     def begin_removals(self, steps: Iterable[int], littered: Iterable[int], opened: Folders) -> dict[int, Deletion]:
         """Make steps uncommitted, or set out to remove what is left of those that never were.
@@ -312,8 +312,7 @@ class Steps:
             now: The time. By default that of the folder's own clock, for which the folder is touched: whoever removes
                 something asks that.
         """
-        linked = self.linked(opened)
-        left = [step for step in self.folders(opened) if step not in self.metrics and step not in linked]
+        left = self.removable((step for step in self.folders(opened) if step not in self.metrics), opened)
         if not left:
             return []
         time = self._now(opened) if now is None else now

@@ -409,6 +409,25 @@ def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path, caplog: pytest.L
     assert not is_abandoned(LocalStorage(tmp_path / "nowhere"), now)
 
 
+def test_only_what_may_go_is_asked_whether_it_is_a_link(tmp_path: Path) -> None:
+    """A manager may keep thousands of steps, and a question takes a while over a network."""
+    for step in (1, 2, 3):
+        save_step(tmp_path, step)
+    step_folder(tmp_path, 4).mkdir()
+    age(step_folder(tmp_path, 4))
+    step_folder(tmp_path, 5).symlink_to(step_folder(tmp_path, 4))
+    steps, asked = look(tmp_path), list[str]()
+
+    class Counted(Folders):
+        def run(self, doing: str, path: object, *more: Any, **others: Any) -> Any:
+            asked.append(Path(str(path)).name)
+            return super().run(doing, path, *more, **others)
+
+    assert steps.abandoned(Counted()) == [4]
+    assert asked == ["step-00000004", "step-00000005"]
+    assert steps.removable([2, 5], Counted()) == [2]
+
+
 def test_what_is_dated_far_ahead_is_abandoned_when_it_has_been_found_for_as_long_as_others(tmp_path: Path) -> None:
     save_step(tmp_path, 9)
     folder = step_folder(tmp_path, 1)
