@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, filterfalse
 from typing import Any
@@ -19,7 +19,7 @@ from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
 from ..tree.names import Names, may_be_of_run, may_end_in_name
-from ..tree.paths import is_own, parent_of, plain_key
+from ..tree.paths import is_own, parent_of, plain_key, rank_of
 from .flat_keys import FlatKeys
 from .hints import Hint, Hints
 from .key_map import matcher, path_of_key
@@ -29,6 +29,7 @@ from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, MISSING, NOT_STORED, O
 __all__ = ["Answering"]
 
 _SCHEDULER = "/LR_Scheduler"
+_GROUP = 256  # ranks that are told of each other's values
 _NO_KEYS = ("~l", "~t", "~r")  # how what is below a list, a tuple or ranks' own values goes on
 
 
@@ -47,6 +48,7 @@ class _Draft:
     absent: dict[str, str] = field(default_factory=dict)
     parts: dict[str, Arranged] = field(default_factory=dict)
     hints: dict[str, list[Hint]] = field(default_factory=dict)
+    own: dict[str, int] = field(default_factory=dict)  # of entries that one rank alone takes, by stored path, that rank
 
 
 class Answering:
@@ -54,6 +56,7 @@ class Answering:
 
     Args:
         metadata: What `.metadata` says.
+        ranks: The ranks that load.
         ranks_on_host: For each rank how many are on its host.
         unmatched: The keys of recipes that no rank has a tensor for.
         allow_missing: Patterns of wanted keys that need not be there.
@@ -70,12 +73,15 @@ class Answering:
     def __init__(
         self,
         metadata: Metadata,
+        ranks: Sequence[int],
         ranks_on_host: dict[int, int],
         unmatched: Sequence[str] = (),
         allow_missing: Sequence[str] = (),
         wanted_keys: Callable[[], Collection[str]] = set,
     ) -> None:
         self._metadata, self._ranks_on_host, self._unmatched = metadata, ranks_on_host, unmatched
+        self._groups = [frozenset(ranks[i : i + _GROUP]) for i in range(0, len(ranks), _GROUP)]
+        self._ranks = frozenset(ranks)
         self._may_be_missing = matcher(allow_missing)
         self._index = metadata.table.index
         self._values: dict[str, Any] = dict(metadata.value_records)
@@ -96,8 +102,12 @@ class Answering:
     def _path_of_key(self) -> Any:
         return path_of_key(self._metadata)
 
-    def answer(self, wanted: WantedPaths, arranged: Mapping[str, Arranged | None]) -> LoadAnswer:
-        """What the checkpoint has of what a rank wants; of tensors that are arranged by flat key, of their parts."""
+    def answer(self, wanted: WantedPaths, arranged: Mapping[str, Arranged | None]) -> list[tuple[Set[int], LoadAnswer]]:
+        """What the checkpoint has of what ranks want; of tensors that are arranged by flat key, of their parts.
+
+        It is one answer for all ranks. If many have values of their own, some ranks are told of theirs together: to
+        tell each of all would take as many bytes as the square of the ranks.
+        """
         paths, found = self._metadata.table.paths, _Draft()
         names = self._names_of(wanted)
         moved = self._nested_otherwise(wanted, names) | {p: self._path_of_key(key) for p, key in wanted.moved.items()}
@@ -135,7 +145,8 @@ class Answering:
             place = places.get(parameter)
             if place is not None:
                 self._frozen.setdefault(paths[place], []).append((optimizer, parameter))
-        return self._assemble(found)
+        groups = self._groups if found.own else [self._ranks]
+        return [(ranks, self._assemble(found, ranks)) for ranks in groups]
 
     def thawed(self) -> list[tuple[str, str]]:
         """Those of the ranks' frozen parameters, each with its optimizer, for which something is stored there."""
@@ -297,6 +308,9 @@ class Answering:
             return
         for stored in below:
             self._take(stored, path + stored[len(source) :], found)
+        of_rank = {stored: rank_of(stored) for stored in below if stored in self._index}
+        if self._metadata.world_size == len(self._ranks) and self._ranks.issubset(of_rank.values()):
+            found.own |= of_rank
 
     def _answer_subtree(self, path: str, source: str, found: _Draft) -> None:
         """All that is below a path, if that is values alone."""
@@ -359,9 +373,10 @@ class Answering:
         close = self.hints.of(key, is_tensor=True) if hint else []
         return f"{MISSING}; is {close[0].key!r} {MEANT}" if close else MISSING
 
-    def _assemble(self, found: _Draft) -> LoadAnswer:
+    def _assemble(self, found: _Draft, ranks: Set[int]) -> LoadAnswer:
         metadata = self._metadata
-        places = sorted(found.tensors)
+        left = {path for path, rank in found.own.items() if rank not in ranks and len(found.renamed[path]) == 1}
+        places = sorted(found.tensors.difference(map(self._index.__getitem__, left)))
         table, shards = metadata.table.select(places)
         table.kinds[np.searchsorted(places, sorted(found.arrays))] = Kind.ARRAY
         used, renumbered = numbered(table.shard_file)
@@ -379,7 +394,7 @@ class Answering:
             skipped=found.skipped,
             ranks_on_host=self._ranks_on_host,
             stored=found.stored,
-            renamed={path: wanted for path, wanted in found.renamed.items() if wanted != [path]},
+            renamed={path: to for path, to in found.renamed.items() if to != [path] and path not in left},
             saved_by=metadata.world_size,
             sources=found.sources,
             absent=found.absent,

@@ -40,7 +40,7 @@ def choose(
     if arranger is None:
         return Chosen(select(metadata, selection), {}, {})
     stored = stored_tensors(metadata)
-    made, _, problems = arranger.make(stored, Answering(metadata, {}).what_is)
+    made, _, problems = arranger.make(stored, Answering(metadata, [], {}).what_is)
     if problems and strict:
         text = f"checkpoint {metadata.unique_id} in {location} does not fit the recipes"
         lines = [f"{text}; {counted(len(problems), 'problem')}:", *problems]

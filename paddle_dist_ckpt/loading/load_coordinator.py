@@ -103,7 +103,8 @@ class LoadCoordinator:
         unmatched = _found_nowhere(request.key_map for request in requests.values())
         wanted = {request.wanted: decode(request.wanted, WantedPaths) for request in requests.values()}
         find_keys = functools.partial(_keys_of, wanted.values())
-        self._answering = Answering(metadata, on_host, keys, self._options.allow_missing, find_keys)
+        ranks, missing = self._session.ranks, self._options.allow_missing
+        self._answering = Answering(metadata, ranks, on_host, keys, missing, find_keys)
         self._mismatches = MismatchCheck(
             self._storage.location,
             metadata,
@@ -115,12 +116,21 @@ class LoadCoordinator:
         _check_same_sources({rank: wanted[request.wanted] for rank, request in requests.items()})
         self._asked_keys = _keys_of(wanted.values()) if metadata.left_out else set()
         arranged = self._arranged(list(wanted.values()))
-        answered = {data: encode(self._answering.answer(paths, arranged)) for data, paths in wanted.items()}
+        answered = {
+            data: [(group, encode(one)) for group, one in self._answering.answer(paths, arranged)]
+            for data, paths in wanted.items()
+        }
         if thawed := self._answering.thawed():
             replace = functools.partial(msgspec.structs.replace, thawed=thawed)
-            answered = {data: encode(replace(decode(one, LoadAnswer))) for data, one in answered.items()}
+            answered = {
+                data: [(group, encode(replace(decode(one, LoadAnswer)))) for group, one in answers]
+                for data, answers in answered.items()
+            }
         metadata.table.forget()
-        return {rank: answered[request.wanted] for rank, request in requests.items()}
+        return {
+            rank: next(one for group, one in answered[request.wanted] if rank in group)
+            for rank, request in requests.items()
+        }
 
     def _arranged(self, wanted: Sequence[WantedPaths]) -> dict[str, Arranged | None]:
         """What wanted tensors are made of, by flat key, as the framework says."""

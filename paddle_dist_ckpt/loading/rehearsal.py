@@ -95,7 +95,7 @@ def rehearse(
     arranged: Mapping[str, Arranged | None] = {}
     idle: list[IdleStatement] = []
     if targets is None:
-        made, sources, problems = RecipeArranger(recipes, rest).make(stored, Answering(metadata, {}).what_is)
+        made, sources, problems = RecipeArranger(recipes, rest).make(stored, Answering(metadata, [], {}).what_is)
         targets, arranged = {key: (one.shape, one.dtype_of(stored)) for key, one in made.items()}, made
         idle = rest.idle(stored, None) if rest is not None else []
     else:
@@ -105,11 +105,11 @@ def rehearse(
             arranged = rest.arrange(stored, whole_ones)
             idle = rest.idle(stored, whole_ones)
     wanted = _wanted(targets, matching)
-    answering = Answering(metadata, {0: 1}, [key for key, found in matching.patterns.items() if not found])
+    answering = Answering(metadata, [0], {0: 1}, [key for key, found in matching.patterns.items() if not found])
     paths = WantedPaths(
         wanted.tensors.paths, {}, made=list(matching.recipes), sources=matching.sources, records=wanted.records
     )
-    answer = answering.answer(paths, arranged)
+    ((_, answer),) = answering.answer(paths, arranged)
     fit = Fit(StoredShards(answer), answer, wanted, cast, (), None)
     reads, nbytes = fit.needs.bytes_to_read()
     tensors = [

@@ -15,7 +15,7 @@ from ..core.text import ranks_text
 from ..options import LoadOptions
 from ..tree.building import owner_of
 from ..tree.objects import ObjectKind, OpenedObject
-from ..tree.paths import RankIndex, flat_keys, own_among, parent_of, parse_path, plain_key
+from ..tree.paths import flat_keys, own_among, parent_of, plain_key, rank_of
 from ..tree.state_dict import Adapter, Leaves, PerRank
 from . import key_map
 from .messages import LoadAnswer, Mismatch, WantedRecord
@@ -95,9 +95,7 @@ class WantedState:
         ``LoadOptions.per_rank`` says. Returns the stored paths that it does not take."""
         stored: dict[str, dict[int, str]] = {}
         for path in own_among(path for path in answer.tensors.paths if path not in self.values):
-            part = parse_path(path)[-1]
-            assert isinstance(part, RankIndex)
-            stored.setdefault(parent_of(path), {})[part.at] = path
+            stored.setdefault(parent_of(path), {})[rank_of(path)] = path
         same_size, others = answer.saved_by == len(ranks), set[str]()
         for parent, own in stored.items():
             taken = None

@@ -38,6 +38,7 @@ __all__ = [
     "parse_path",
     "plain_key",
     "plain_keys",
+    "rank_of",
     "special_keys",
     "without_escapes",
 ]
@@ -152,6 +153,13 @@ def parent_of(path: str) -> str:
 def is_own(path: str) -> bool:
     """Whether it is the path of one rank's own value. Its parent is where each rank has its own."""
     return path.rpartition("/")[2].startswith("~r")
+
+
+def rank_of(path: str) -> int:
+    """The rank whose own value is at a path."""
+    part = parse_path(path)[-1]
+    assert isinstance(part, RankIndex), "it is none of a rank's own"
+    return part.at
 
 
 def own_among(paths: Iterable[str]) -> list[str]:

@@ -19,6 +19,10 @@ from paddle_dist_ckpt import (
     verify,
 )
 from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.messages import decode
+from paddle_dist_ckpt.loading import answering
+from paddle_dist_ckpt.loading.load_coordinator import LoadCoordinator
+from paddle_dist_ckpt.loading.messages import LoadAnswer
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks, shard_array
 from test.jobs import all_ok
 
@@ -270,6 +274,30 @@ def test_each_rank_gets_its_own_back(tmp_path: Path) -> None:
     for rank, (target, _) in enumerate(all_ok(loaded(3, blank, tmp_path))):
         assert target == own(rank)
     assert verify(tmp_path).ok
+
+
+def test_many_ranks_are_told_of_the_values_of_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To tell each of them of all would take as many bytes as the square of the ranks."""
+    told: list[dict[int, bytes]] = []
+    request = LoadCoordinator.request
+
+    def noted(self: LoadCoordinator, messages: Any) -> dict[int, bytes]:
+        told.append(request(self, messages))
+        return told[-1]
+
+    monkeypatch.setattr(LoadCoordinator, "request", noted)
+    monkeypatch.setattr(answering, "_GROUP", 2)
+    saved(5, own, tmp_path)
+    for rank, (target, report) in enumerate(all_ok(loaded(5, blank, tmp_path, strict="all"))):
+        assert target == own(rank)
+        assert report.unused_keys == ()
+    for rank, data in told.pop().items():
+        paths = decode(data, LoadAnswer).tensors.paths
+        group = [rank - rank % 2, rank - rank % 2 + 1]
+        assert paths == [f"/{key}/~r{one}" for key in ("data/at", "rng") for one in group if one < 5]
+    for target, _ in all_ok(loaded(3, blank, tmp_path, per_rank="coordinator")):
+        assert target == own(0)
+    assert len(decode(told.pop()[0], LoadAnswer).tensors.paths) == 10  # of another number of ranks, any may be taken
 
 
 def test_own_values_are_in_data_files_and_need_a_reader_that_knows_them(tmp_path: Path) -> None:
