@@ -162,9 +162,11 @@ class AsyncSave:
         """Wait until it has ended; raise its failure, once, if nobody has seen it.
 
         Raises:
-            CheckpointError: it failed, and nobody asked for its result.
+            CheckpointError: it failed, and nobody asked for its result; or it goes on in the process that this one was
+                forked from.
         """
-        self.wait()
+        if not self._ended.is_set():
+            self.wait()
         error = self._failure
         if error is not None and not self._observed:
             self._observed = True
