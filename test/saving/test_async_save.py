@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, verify
+from paddle_dist_ckpt import CheckpointError, LoadOptions, verify
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.files import datafile
@@ -527,3 +527,13 @@ def test_no_interrupt_of_who_waits_keeps_a_save_from_ending() -> None:
         assert pending.result() is report
         number += 1
     assert number > 3
+
+
+def test_a_save_that_has_ended_keeps_no_forked_process_from_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = AsyncSave("folder", lambda: mock.create_autospec(SaveReport, instance=True))
+    pending.start()
+    pending.wait(PATIENCE)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    pending.raise_unobserved()
+    with pytest.raises(CheckpointError, match="in the process that this one was forked from"):
+        pending.result()
