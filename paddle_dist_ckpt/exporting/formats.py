@@ -45,7 +45,7 @@ class ExportRequest(msgspec.Struct, frozen=True):
         dtype: The floating-point type to convert to, or None.
         max_shard_bytes: The most bytes of tensors in a file, if there are several.
         stem: What the names of safetensors files begin with.
-        made: What tensors are made of, as text.
+        made: A digest of what tensors are made of, by which ranks are compared.
     """
 
     out: str

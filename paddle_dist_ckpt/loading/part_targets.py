@@ -141,8 +141,8 @@ def _refuse_states(result: PartTargets, moved: Mapping[str, tuple[int, ...]], na
         shape = tensors.geometries[number].shape
         parameter = next((one for one in variable.parameters if moved.get(one) == shape), None)
         if parameter is not None:
-            text = f"it needs a recipe as well, since one moves the elements of {plain_key(parameter)}, its parameter"
-            result.refused[i] = text
+            key = plain_key(parameter)
+            result.refused[i] = f"it needs a recipe as well, since one moves the elements of {key}, its parameter"
 
 
 class _Making:
