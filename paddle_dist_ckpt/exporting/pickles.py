@@ -6,7 +6,8 @@ Only what Paddle's own files have: plain values, numpy arrays, instances of clas
 from __future__ import annotations
 
 import pickle  # noqa: TID251 (for its opcodes; nothing is read)
-from collections.abc import Mapping, Sequence
+import pickletools
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,11 @@ _CODES = {
     "complex64": "c8",
     "complex128": "c16",
 }
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN = (int, float, complex, str, bytes)
+_TUPLES = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
+_OF_EMPTY = (np.ndarray, (0,), b"b")  # what numpy has an empty array made of
+_OF_EMPTY = (np.ndarray, (0,), b"b")  # what numpy has an empty array made of
+_MOST_SHORT = 255  # of what is counted in one byte
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,16 +72,19 @@ def pickled(value: Any) -> list[bytes | ExportTensor]:
 
 
 def _inner(value: Any) -> bytes:
-    """A pickle without what begins and ends it. Of protocol 3, for protocol 4 has frames."""
-    return pickle.dumps(value, 3)[2:-1]
+    """A pickle without what begins and ends it, and without a memo of its own, which plain values do not need. Of
+    protocol 3, for protocol 4 has frames."""
+    return pickletools.optimize(pickle.dumps(value, 3))[2:-1]
 
 
 class _Writer:
-    """Puts opcodes together. It remembers nothing of what it has written, so equal parts are repeated."""
+    """Puts opcodes together. Texts, shapes, names of classes and element types are written once, and then taken from
+    the memo of whoever reads them."""
 
     def __init__(self) -> None:
         self._parts: list[bytes | ExportTensor] = []
         self._text = bytearray(pickle.PROTO + b"\x04")
+        self._places: dict[Hashable, int] = {}  # in the memo: of texts, shapes, modules with names, element types
 
     def finished(self) -> list[bytes | ExportTensor]:
         """All of it."""
@@ -85,7 +93,17 @@ class _Writer:
 
     def write(self, value: Any) -> None:
         """Write one object."""
-        if isinstance(value, ExportTensor):
+        if type(value) is str:
+            self._write_text(value)
+        elif value is None:
+            self._text += pickle.NONE
+        elif type(value) is bool:
+            self._text += pickle.NEWTRUE if value else pickle.NEWFALSE
+        elif type(value) is int:
+            self._write_int(value)
+        elif type(value) is tuple:
+            self._write_tuple(value)
+        elif isinstance(value, ExportTensor):
             self._write_array(value)
         elif isinstance(value, Instance):
             self._write_global(value.module, value.name)
@@ -99,35 +117,73 @@ class _Writer:
                 self.write(item)
             self._text += pickle.SETITEMS
         elif type(value) is list:
-            self._text += pickle.EMPTY_LIST
-            self._write_items(value, pickle.APPENDS)
-        elif type(value) is tuple:
-            self._write_items(value, pickle.TUPLE)
-        elif isinstance(value, _PLAIN):
-            self._text += _inner(value)
+            self._text += pickle.EMPTY_LIST + pickle.MARK
+            for item in value:
+                self.write(item)
+            self._text += pickle.APPENDS
         elif isinstance(value, (np.generic, np.ndarray)):
             # Older versions of numpy have no numpy._core, and newer ones know the old name.
             self._text += _inner(value).replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n", 1)
+        elif isinstance(value, _PLAIN):
+            self._text += _inner(value)
         else:
             raise UnsupportedValueError(f"a {type(value).__name__} cannot be exported to a pickle")
 
-    def _write_items(self, items: Sequence[Any], end: bytes) -> None:
-        self._text += pickle.MARK
+    def _is_recalled(self, what: Hashable) -> bool:
+        """Take something from the memo, if it has been written before."""
+        place = self._places.get(what)
+        if place is None:
+            return False
+        short = place <= _MOST_SHORT
+        self._text += (pickle.BINGET if short else pickle.LONG_BINGET) + place.to_bytes(1 if short else 4, "little")
+        return True
+
+    def _remember(self, what: Hashable) -> None:
+        """Put what has just been written into the memo."""
+        self._text += pickle.MEMOIZE
+        self._places[what] = len(self._places)
+
+    def _write_text(self, text: str) -> None:
+        if not self._is_recalled(text):
+            data = text.encode("utf-8", "surrogatepass")
+            short = len(data) <= _MOST_SHORT
+            self._text += pickle.SHORT_BINUNICODE if short else pickle.BINUNICODE8
+            self._text += len(data).to_bytes(1 if short else 8, "little") + data
+            self._remember(text)
+
+    def _write_int(self, value: int) -> None:
+        if 0 <= value <= _MOST_SHORT:
+            self._text += pickle.BININT1 + value.to_bytes(1, "little")
+        elif value.bit_length() < 32:
+            self._text += pickle.BININT + value.to_bytes(4, "little", signed=True)
+        else:
+            self._text += _inner(value)
+
+    def _write_tuple(self, items: tuple[Any, ...]) -> None:
+        is_shape = all(type(item) is int for item in items)
+        if is_shape and self._is_recalled(items):
+            return
+        end = _TUPLES.get(len(items), pickle.TUPLE)
+        if end == pickle.TUPLE:
+            self._text += pickle.MARK
         for item in items:
             self.write(item)
         self._text += end
+        if is_shape:
+            self._remember(items)
 
     def _write_global(self, module: str, name: str) -> None:
-        self._text += pickle.GLOBAL + f"{module}\n{name}\n".encode()
+        if not self._is_recalled((module, name)):
+            self._text += pickle.GLOBAL + f"{module}\n{name}\n".encode()
+            self._remember((module, name))
 
     def _write_array(self, tensor: ExportTensor) -> None:
         """As numpy pickles an array: an empty one is made, and given its shape, dtype, order (C) and bytes."""
         self._write_global("numpy.core.multiarray", "_reconstruct")
-        self._text += pickle.MARK
-        self._write_global("numpy", "ndarray")
-        self.write((0,))
-        self.write(b"b")
-        self._text += pickle.TUPLE + pickle.REDUCE + pickle.MARK
+        if not self._is_recalled(_OF_EMPTY):
+            self._text += _inner(_OF_EMPTY)
+            self._remember(_OF_EMPTY)
+        self._text += pickle.REDUCE + pickle.MARK
         self.write(1)
         self.write(tensor.shape)
         self._write_dtype(tensor.dtype, tensor.key)
@@ -138,9 +194,10 @@ class _Writer:
     def _write_dtype(self, dtype: DType, key: str) -> None:
         if dtype.name not in _CODES:
             raise UnsupportedValueError(f"{key}: Paddle's files cannot hold the element type {dtype.name}")
-        order = "<" if dtype.itemsize > 1 else "|"
-        self._write_global("numpy", "dtype")
-        self.write((_CODES[dtype.name], False, True))
-        self._text += pickle.REDUCE
-        self.write((3, order, None, None, None, -1, -1, 0))
-        self._text += pickle.BUILD
+        if not self._is_recalled(dtype):
+            self._write_global("numpy", "dtype")
+            self.write((_CODES[dtype.name], False, True))
+            self._text += pickle.REDUCE
+            self.write((3, "<" if dtype.itemsize > 1 else "|", None, None, None, -1, -1, 0))
+            self._text += pickle.BUILD
+            self._remember(dtype)

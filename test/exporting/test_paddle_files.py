@@ -189,3 +189,33 @@ def test_values_of_numpy(tmp_path: Path) -> None:
     save_alone({"extra": values}, tmp_path / "ckpt")
     export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
     assert alike(pickle.loads((tmp_path / "out.pdparams").read_bytes()), {"extra": values})
+
+
+@pytest.mark.parametrize("format", ["paddle", "pdparams"])
+def test_very_many_small_tensors_are_read_again(format: str, tmp_path: Path) -> None:
+    """What is the same in all of them is written once: so the files are small enough, and cheap enough to be read."""
+    state = {f"model.layers.{i}.self_attn.q_proj.weight": np.full(4, i, np.float32) for i in range(10_000)}
+    save_alone(state, tmp_path / "ckpt")
+    out = tmp_path / f"out.{format}"
+    export(tmp_path / "ckpt", out, format=format)
+    files = [out] if out.is_file() else list(out.iterdir())
+    assert sum(path.stat().st_size for path in files) < 300 * len(state)
+    assert alike(load_whole(out), state)
+
+
+@pytest.mark.parametrize("n", [0, 1, 255, 256, 65_536, 2**31 - 1, 2**31, -1, -(2**31), -(2**31) - 1, 2**70, True])
+def test_numbers_and_texts_of_all_lengths(n: int, tmp_path: Path) -> None:
+    values = {"n": n, "shapes": [(n, 1), (n, True), (n, 1), (1,) * 4, ()], "x": "y" * (n % 300), "text": "\ud800ö"}
+    save_alone({"values": values, "a": make_array((3,))}, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
+    assert alike(pickle.loads((tmp_path / "out.pdparams").read_bytes())["values"], values)
+
+
+def test_more_texts_than_one_byte_counts(tmp_path: Path) -> None:
+    texts = [f"text {i}" for i in range(600)]
+    values = {"twice": texts + texts, "numpy": [np.float64(1.5), np.str_("text 1"), np.datetime64(1, "s")]}
+    save_alone({"values": values, "a": make_array((3,))}, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
+    content = (tmp_path / "out.pdparams").read_bytes()
+    assert alike(pickle.loads(content)["values"], values)
+    assert b"numpy._core" not in content  # which older versions of numpy do not have
