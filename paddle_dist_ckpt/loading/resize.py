@@ -7,7 +7,7 @@ To the rest of a load such a tensor is one of the stored shape, of which this ra
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from math import prod
 
@@ -17,13 +17,15 @@ from ..core.device_memory import contiguous_strides
 from ..core.local_tensors import LocalTensors
 from ..core.shards import ShardTable
 from ..core.tensors import Geometry, LocalShard
-from ..tree.paths import plain_key
+from ..tree.paths import WILDCARD, plain_key
 from .key_map import matcher
 from .messages import Mismatch
 
 __all__ = ["LengthError", "Resizing", "Rules"]
 
 Rules = Mapping[str, "int | tuple[int, int]"]
+_Rule = tuple[int, int | None]
+"""An axis, and the length that has to be loaded if one was given."""
 
 
 class LengthError(Exception):
@@ -42,9 +44,25 @@ class Resizing:
 
     def __init__(self, rules: Rules) -> None:
         self.notes: list[Mismatch] = []
-        self._rules = [
-            (matcher([pattern]), rule if isinstance(rule, tuple) else (rule, None)) for pattern, rule in rules.items()
-        ]
+        self._of_keys: dict[str, tuple[int, _Rule]] = {}  # rules for single keys, with their numbers
+        self._of_patterns: list[tuple[int, Callable[[str], bool], _Rule]] = []
+        for number, (pattern, given) in enumerate(rules.items()):
+            rule = given if isinstance(given, tuple) else (given, None)
+            if WILDCARD.search(pattern) is None:
+                self._of_keys[pattern] = number, rule
+            else:
+                self._of_patterns.append((number, matcher([pattern]), rule))
+
+    def _rule_of(self, key: str) -> _Rule | None:
+        """The first rule that is about a key. Those for single keys, of which there may be very many, are not gone
+        through."""
+        found = self._of_keys.get(key)
+        for number, matches, rule in self._of_patterns:
+            if found is not None and found[0] < number:
+                break
+            if matches(key):
+                return rule
+        return None if found is None else found[1]
 
     def fitted(self, path: str, geometry: Geometry, shape: tuple[int, ...]) -> Geometry:
         """The geometry of a tensor as if it ended where what is stored for it ends, which has this shape; the geometry
@@ -54,7 +72,7 @@ class Resizing:
         Raises:
             LengthError: the rule does not allow it.
         """
-        rule = next((rule for matches, rule in self._rules if matches(plain_key(path))), None)
+        rule = self._rule_of(plain_key(path))
         if rule is None or (geometry.shape == shape and prod(shape) == 1):
             return geometry
         axis, length = rule
@@ -84,7 +102,7 @@ class Resizing:
             Why tensors cannot be loaded, by their number.
         """
         refused: dict[int, str] = {}
-        for i, path in enumerate(tensors.paths) if self._rules else ():
+        for i, path in enumerate(tensors.paths) if self._of_keys or self._of_patterns else ():
             if place[i] < 0 or path in made:
                 continue
             geometry = tensors.geometries[tensors.geometry[i]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 
 from paddle_dist_ckpt import LoadOptions, StateDictMismatchError, concat
 from paddle_dist_ckpt.core.box import Box
-from paddle_dist_ckpt.core.tensors import Reduction
+from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.core.shards import Kind
+from paddle_dist_ckpt.core.tensors import Geometry, Reduction
+from paddle_dist_ckpt.loading.resize import Resizing
 from paddle_dist_ckpt.recipes import Source
 from paddle_dist_ckpt.testing import run_ranks
+from paddle_dist_ckpt.tree.paths import join
 from test.jobs import (
     LAYOUTS,
     all_ok,
@@ -29,6 +34,7 @@ from test.jobs import (
     split_rows,
     try_load,
 )
+from test.pace import slowness
 from test.strategies import some
 
 KEY = "model.embed.weight"
@@ -249,3 +255,26 @@ def test_they_are_the_same_on_all_ranks(tmp_path: Path) -> None:
     results = run_ranks(2, lambda rank: rank.load({"embed": make_array((12, 4))}, tmp_path, options=each[rank.rank]))
     assert all("passed resize=" in str(error) for error in errors_of(results, ValueError))
     all_ok(run_ranks(2, lambda rank: rank.load({"embed": make_array((12, 4))}, tmp_path, options=each[0])))
+
+
+def test_the_first_rule_that_is_about_a_key_holds(tmp_path: Path) -> None:
+    stored = {f"w{i}": make_array((6, 4)) + i for i in range(4)}
+    save_on([stored], tmp_path)
+    targets = {key: blank_like(np.empty((6, 6), array.dtype)) for key, array in stored.items()}
+    wrong = 0  # they differ along axis 1
+    rules = {"w[01]": 1, "w1": wrong, "w2": 1, "w*": wrong, "w3": 1}
+    load_on([targets], tmp_path, options=options(resize=rules, strict=False))
+    for key in ("w0", "w1", "w2"):
+        assert same_bits(targets[key], expected_of(stored[key], (6, 6)))
+    assert not np.array_equal(targets["w3"][:, :4], stored["w3"])
+
+
+def test_rules_for_many_keys_are_not_gone_through_for_each() -> None:
+    keys = [f"model.layers.{i}.weight" for i in range(20_000)]
+    resizing = Resizing(dict.fromkeys(keys, 0))
+    geometry = Geometry(Kind.ARRAY, DTYPES["float32"], (4, 2), True, ())
+    start = time.process_time()
+    for key in keys:
+        assert resizing.fitted(join("", key), geometry, (3, 2)).shape == (3, 2)
+    assert time.process_time() - start < slowness()  # it took more than 10
+    assert len(resizing.notes) == len(keys)
