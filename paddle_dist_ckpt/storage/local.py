@@ -104,6 +104,9 @@ class LocalStorage:
             there = self._root if not missing else missing[-1].parent
             if there.is_file():
                 raise FileExistsError(errno.EEXIST, "it is a file, and a folder is needed there", str(there))
+            for folder in filter(Path.is_symlink, missing):
+                reason = f"it is a link to {os.readlink(folder)}, which is not there, and a folder is needed there"
+                raise FileExistsError(errno.EEXIST, reason, str(folder))
             self._root.mkdir(parents=True, exist_ok=True)
             real = Path(os.path.realpath(self._root))
         for folder in {self._root, real}:

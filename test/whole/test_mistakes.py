@@ -83,6 +83,14 @@ def test_a_save_to_a_file(tmp_path: Path) -> None:
             save_alone({"n": 1}, tmp_path / path)
 
 
+def test_a_save_to_where_a_link_leads_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path in ("link", "link/x/y"):
+        with pytest.raises(FileExistsError, match=f"it is a link to {tmp_path}/nowhere, which is not there.*/link'"):
+            save_alone({"n": 1}, tmp_path / path)
+    assert os.listdir(tmp_path) == ["link"]
+
+
 def test_a_mistake_of_all_ranks_is_raised_as_in_one_process(tmp_path: Path) -> None:
     saved = {"model": {"w": np.zeros(3)}, "n": 1}
     save_alone(saved, tmp_path / "c")
