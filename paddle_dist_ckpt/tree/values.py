@@ -20,6 +20,7 @@ import base64
 import dataclasses
 import datetime
 import enum
+import io
 import math
 import pathlib
 import re
@@ -42,6 +43,7 @@ _DICT = b'{"dict":'
 _INT64 = range(-(2**63), 2**63)
 _ARRAY_KINDS = "biufcSUMm"
 _MAX_DEPTH = 200
+_PIECE = 1 << 20  # of base64; a multiple of four
 _MOST_DIMENSIONS = 64  # numpy has no more
 _MOST_OF_KEY, _MOST_OF_PLACE = 200, 1000  # characters in a message
 _DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]+\])?")
@@ -260,11 +262,23 @@ def _decode_complex(content: Any) -> complex:
     return complex(real, imag)
 
 
+def _decode_bytes(text: Any) -> bytes:
+    """What a text is in base64. A long one is decoded piece by piece, so that it is not there a third time."""
+    if len(text) <= _PIECE:
+        return base64.b64decode(text, validate=True)
+    data = io.BytesIO()
+    for start in range(0, len(text), _PIECE):
+        piece = base64.b64decode(text[start : start + _PIECE], validate=True)
+        if data.write(piece) < _PIECE // 4 * 3 and start + _PIECE < len(text):
+            raise ValueError("base64 that ends too early")
+    return data.getvalue()
+
+
 def _decode_array(content: Any) -> Any:
     name, shape, text = content
     if type(shape) is not list or len(shape) > _MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(shape)  # before it is multiplied: a text times a number takes as much memory as somebody likes
-    data = base64.b64decode(text, validate=True)
+    data = _decode_bytes(text)
     dtype = _decode_dtype(name)
     if math.prod(shape) * dtype.itemsize != len(data) or (math.prod(shape) and not data):
         raise ValueError("size and shape differ")
@@ -275,7 +289,7 @@ def _decode_array(content: Any) -> Any:
 
 def _decode_numpy(content: Any) -> Any:
     name, text = content
-    data = base64.b64decode(text, validate=True)
+    data = _decode_bytes(text)
     dtype = _decode_dtype(name)
     if len(data) != dtype.itemsize:
         raise ValueError("size and dtype differ")
@@ -299,8 +313,8 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
     "int": _decode_int,
     "float": _decode_float,
     "complex": _decode_complex,
-    "bytes": lambda content: base64.b64decode(content, validate=True),
-    "str": lambda content: base64.b64decode(content, validate=True).decode("utf-8", "surrogatepass"),
+    "bytes": _decode_bytes,
+    "str": lambda content: _decode_bytes(content).decode("utf-8", "surrogatepass"),
     "numpy": _decode_numpy,
     "array": _decode_array,
 }

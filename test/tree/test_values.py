@@ -425,3 +425,26 @@ def test_any_dtype_string_is_decoded_or_refused(name: str, data: bytes) -> None:
 def test_what_no_writer_writes_is_refused(tree: Any) -> None:
     with pytest.raises(CheckpointCorruptedError):
         from_jsonable(tree)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, 2, 3, 4, 3 << 18])
+def test_long_bytes_are_decoded_in_pieces(more: int) -> None:
+    """Beside the text and the result nothing takes as much memory as these."""
+    value = np.random.default_rng(more % 100).bytes((3 << 20) + more)
+    data = encode_value([value], "x")
+    tracemalloc.start()
+    try:
+        assert decode_value(data) == [value]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(data) + len(value) + (3 << 20)
+
+
+@pytest.mark.parametrize("at", [(1 << 20) - 1, 1 << 20, (2 << 20) - 4])
+@pytest.mark.parametrize("wrong", ["=", "!", "\u00e9"])
+def test_long_bytes_that_are_no_base64(at: int, wrong: str) -> None:
+    text = "A" * (3 << 20)
+    for damaged in (text[:at] + wrong + text[at + 1 :], text[:at] + wrong * 4 + text[at + 4 :], text[:-1]):
+        with pytest.raises(CheckpointCorruptedError):
+            decode_value(msgspec.json.encode({"bytes": damaged}))
