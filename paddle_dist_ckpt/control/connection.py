@@ -1,8 +1,11 @@
 """A TCP connection between two processes that have proved to each other that they know the hub's key.
 
-A frame is ``length of the message, length of the payload, tag, message, payload``. Sending never blocks: what the
-system does not take at once waits, and is sent on by the hub's thread. Receiving takes a bounded amount a turn, so that
-no peer, however fast, keeps the thread from the others and from the clock.
+A frame is ``length of the message, length of the payload, CRC-32 of both, tag, message, payload``. The tag is looked at
+when all has come. The lengths have a check of their own: of a damaged one, as bad hardware makes it now and then in
+spite of TCP's checksum, so much might be waited for that nothing would ever be heard from the peer again.
+
+Sending never blocks: what the system does not take at once waits, and is sent on by the hub's thread. Receiving takes a
+bounded amount a turn, so that no peer, however fast, keeps the thread from the others and from the clock.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import itertools
 import socket
 import struct
 import termios
+import zlib
 from collections import deque
 
 from . import wire
@@ -22,8 +26,10 @@ from .keys import TAG_BYTES, Seal
 __all__ = ["Connection", "tune"]
 
 _LENGTHS = struct.Struct(">II")
+_CHECK = struct.Struct(">I")
 _COUNT = struct.Struct("i")
-_PREFIX_BYTES = _LENGTHS.size + TAG_BYTES
+_SIZES_BYTES = _LENGTHS.size + _CHECK.size
+_PREFIX_BYTES = _SIZES_BYTES + TAG_BYTES
 _TURN_BYTES = 1 << 22
 _TURN_READS = 256
 _READ_BYTES = 1 << 18
@@ -38,6 +44,12 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+
+
+def _sizes(message: int, payload: int) -> bytes:
+    """How a frame begins."""
+    lengths = _LENGTHS.pack(message, payload)
+    return lengths + _CHECK.pack(zlib.crc32(lengths))
 
 
 class Connection:
@@ -78,8 +90,8 @@ class Connection:
         """Send as much as the system takes. To a connection that has broken, nothing is sent: receiving tells."""
         if self._mute:
             return
-        lengths = _LENGTHS.pack(len(message), len(payload))
-        self._unsent.append(memoryview(lengths + self._sending.tag(lengths, message, payload) + message))
+        sizes = _sizes(len(message), len(payload))
+        self._unsent.append(memoryview(sizes + self._sending.tag(sizes, message, payload) + message))
         if payload:
             self._unsent.append(memoryview(payload))
         self.flush()
@@ -136,6 +148,8 @@ class Connection:
         message, payload = _LENGTHS.unpack_from(prefix)
         if message == 0 or message > wire.MAX_PAYLOAD or payload > wire.MAX_PAYLOAD:
             raise ConnectionError(f"a frame of {message} + {payload} bytes")
+        if not prefix.startswith(_sizes(message, payload)):
+            raise ConnectionError("a frame with damaged lengths")
         if len(self._parts) == 1:
             self._missing = message
         elif len(self._parts) == 2 and payload:
@@ -146,8 +160,8 @@ class Connection:
             self._missing = _PREFIX_BYTES
 
     def _on_frame(self, prefix: bytes, message: bytes, payload: bytes = b"") -> None:
-        tag = self._receiving.tag(prefix[: _LENGTHS.size], message, payload)
-        if not hmac.compare_digest(prefix[_LENGTHS.size :], tag):
+        tag = self._receiving.tag(prefix[:_SIZES_BYTES], message, payload)
+        if not hmac.compare_digest(prefix[_SIZES_BYTES:], tag):
             raise ConnectionError("a frame with a wrong signature")
         self.inbox.append((message, payload))
 

@@ -39,7 +39,7 @@ __all__ = [
     "spoken",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 TOKEN_BYTES = 16
 ID_BYTES = 16
 TAG_BYTES = 16

@@ -109,6 +109,19 @@ def test_a_frame_is_taken_once_and_as_it_was_sent(
     assert coordinator.inbox == [(b"message", b"payload")] * taken
 
 
+@pytest.mark.parametrize("bit", range(96))
+def test_damaged_lengths_are_seen_at_once(ends: tuple[Connection, Connection], bit: int) -> None:
+    """Otherwise as much may be waited for as they say, and nothing be heard from the peer meanwhile."""
+    member, coordinator = ends
+    member.send(b"message", b"payload")
+    frame = bytearray(coordinator.socket.recv(1 << 12))
+    frame[bit // 8] ^= 1 << bit % 8
+    member.socket.sendall(frame[:40])  # the message is still to come
+    with pytest.raises(ConnectionError, match="a frame"):
+        coordinator.receive()
+    assert not coordinator.inbox
+
+
 def test_a_frame_is_not_taken_by_its_sender(ends: tuple[Connection, Connection]) -> None:
     member, coordinator = ends
     member.send(b"message", b"payload")

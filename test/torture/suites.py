@@ -79,6 +79,7 @@ SUITES = (
     Suite("foreign", 40_000),
     Suite("hostile_files", 500),
     Suite("clients", 600),
+    Suite("cuts", 60),
 )
 
 

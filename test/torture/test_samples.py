@@ -14,6 +14,7 @@ import pytest
 
 from paddle_dist_ckpt.folder.lease import Lease
 
+from .relay import HARMS
 from .scenarios import SCENARIOS
 from .stops import PERIOD
 from .suites import named
@@ -102,6 +103,13 @@ def test_interleavings() -> None:
 def test_interleavings_find_what_a_lease_does_not_do(name: str) -> None:
     with mock.patch.object(Lease, name), pytest.raises(AssertionError, match="suites interleavings --seed"):
         tried("interleavings", range(400))  # the first that finds it ends this
+
+
+@pytest.mark.parametrize("kind", range(len(HARMS)))
+def test_cuts(kind: int) -> None:
+    outcomes = tried("cuts", [kind, kind + len(HARMS)])
+    assert outcomes.total() == 2
+    assert any(outcome.startswith(f"{HARMS[kind]}: ") for outcome in outcomes)
 
 
 @pytest.mark.long
