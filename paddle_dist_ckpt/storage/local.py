@@ -22,7 +22,7 @@ import numpy as np
 from ..core.host import this_host
 from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
-from .local_files import LocalReadable, LocalWritable, about, close_read
+from .local_files import LocalReadable, LocalWritable, about, close_read, read_bytes
 from .opening import open_to_read
 from .paths import local_path
 
@@ -156,8 +156,8 @@ class LocalStorage:
         path = os.path.join(self.location, name)
         descriptor = self._open(path)
         try:
-            with about(path), open(descriptor, "rb", closefd=False) as file:
-                return file.read(-1 if limit is None else limit)
+            with about(path):
+                return read_bytes(descriptor, limit)
         finally:
             close_read(descriptor, path)
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from ..core.memory import Bytes1D
 from .direct import ALIGNMENT, is_cached, open_direct, read_direct
 
-__all__ = ["LocalReadable", "LocalWritable", "about", "close_read"]
+__all__ = ["LocalReadable", "LocalWritable", "about", "close_read", "read_bytes"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_BUFFERS = 1024  # IOV_MAX
 _NO_HOLES = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_PIECE, _MOST_PIECE = 64 << 10, 16 << 20
 _LEAST_DIRECT = 256 << 10  # less is read through the cache, which reads ahead
 
 
@@ -48,6 +49,16 @@ def close_read(descriptor: int, path: str | Path) -> None:
         os.close(descriptor)
     except OSError as error:
         _logger.debug("%s: closed after it was read, with an error: %s", path, error)
+
+
+def read_bytes(descriptor: int, limit: int | None) -> bytes:
+    """An open file's content, or its first ``limit`` bytes. (A Python file gives what it has when a read fails.)"""
+    pieces, size = list[bytes](), _PIECE
+    while piece := os.read(descriptor, size if limit is None else min(size, limit)):
+        pieces.append(piece)
+        limit = None if limit is None else limit - len(piece)
+        size = min(2 * size, _MOST_PIECE)
+    return b"".join(pieces)
 
 
 class LocalWritable:

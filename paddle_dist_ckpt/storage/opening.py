@@ -30,14 +30,14 @@ def open_to_read(path: str, anywhere: bool) -> int:
         OSError: it cannot be opened.
     """
     try:
-        descriptor = os.open(path, _FLAGS)
+        descriptor = _open(path)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a device that is not there
             raise _no_file(path) from None
         if error.errno != errno.ELOOP or not os.path.islink(path):
             raise
         target = _target(path, anywhere)
-        descriptor = os.open(target, _FLAGS)
+        descriptor = _open(target)
         try:
             if not anywhere and not _is(descriptor, target):  # a folder on the way has become a link
                 raise _no_file(path) from None
@@ -47,7 +47,17 @@ def open_to_read(path: str, anywhere: bool) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise _no_file(path)
+    os.set_blocking(descriptor, True)  # some filesystems would have a read fail that has to wait
     return descriptor
+
+
+def _open(path: str | Path) -> int:
+    try:
+        return os.open(path, _FLAGS)
+    except BlockingIOError:  # it is lent to a client of a file server here, which has to give it back first
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise
+        return os.open(path, _FLAGS & ~os.O_NONBLOCK)
 
 
 def _target(link: str, anywhere: bool) -> Path:

@@ -429,6 +429,65 @@ def make_odd(path: Path, kind: str) -> None:
             pytest.skip("only root makes devices")
 
 
+def test_a_read_that_has_to_wait_waits(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filesystems that fetch a file from elsewhere let a read fail of what was opened not to wait."""
+    put(storage, "x", b"content")
+    blocking = []
+
+    def watched(name: str) -> None:
+        real = getattr(os, name)
+
+        def read(descriptor: int, *args: Any) -> Any:
+            blocking.append(os.get_blocking(descriptor))
+            return real(descriptor, *args)
+
+        monkeypatch.setattr(os, name, read)
+
+    watched("read")
+    watched("preadv")
+    assert read_in_both_ways(storage, "x") == b"content"
+    assert blocking
+    assert all(blocking)
+
+
+def test_a_read_that_fails_after_a_part_is_no_shorter_content(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(storage, "x", bytes(1_000_000))
+    real, reads = os.read, []
+
+    def read(descriptor: int, nbytes: int) -> bytes:
+        reads.append(nbytes)
+        if len(reads) == 3:
+            raise BlockingIOError(errno.EAGAIN, "try again")
+        return real(descriptor, min(nbytes, 5000))  # short, as a read may be
+
+    monkeypatch.setattr(os, "read", read)
+    with pytest.raises(BlockingIOError, match=r"try again.*/x"):
+        storage.read("x")
+    assert storage.read("x") == bytes(1_000_000)
+    assert storage.read("x", 12_345) == bytes(12_345)
+
+
+def test_a_file_that_is_lent_to_a_client_is_waited_for(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file server itself: a file that a client has a lease of is opened when that has given it back."""
+    put(storage, "x", b"content")
+    os.mkfifo(tmp_path / "fifo")
+    real = os.open
+
+    def lent(path: Any, flags: int, *args: Any) -> int:
+        if flags & os.O_NONBLOCK:
+            raise BlockingIOError(errno.EWOULDBLOCK, "lent", str(path))
+        return real(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", lent)
+    assert read_in_both_ways(storage, "x") == b"content"
+    with pytest.raises(BlockingIOError):
+        storage.read("fifo")
+
+
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("kind", ["folder", "fifo", "socket", "device"])
 def test_what_is_no_file_is_never_opened_for_long(
