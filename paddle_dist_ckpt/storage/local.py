@@ -22,7 +22,7 @@ import numpy as np
 from ..core.host import this_host
 from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
-from .local_files import LocalReadable, LocalWritable, about, close_read, read_bytes
+from .local_files import LocalReadable, LocalWritable, about, close_read, read_bytes, uninterrupted
 from .opening import open_to_read
 from .paths import local_path
 
@@ -97,6 +97,7 @@ class LocalStorage:
     def location(self) -> str:
         return self._location
 
+    @uninterrupted
     def prepare(self) -> None:
         with about(self._root):
             folders = (self._root, *self._root.parents)
@@ -112,16 +113,19 @@ class LocalStorage:
         for folder in {self._root, real}:
             _sync_names(folder)
 
+    @uninterrupted
     def identity(self) -> FolderIdentity:
         with about(self._root):
             status = self._root.stat()
         return FolderIdentity(this_host(), status.st_dev, status.st_ino)
 
+    @uninterrupted
     def free_bytes(self) -> int | None:
         with about(self._root):
             status = os.statvfs(self._root)
         return status.f_bavail * status.f_frsize if status.f_blocks else None  # some do not say how large they are
 
+    @uninterrupted
     def names(self) -> list[str]:
         try:
             with about(self._root):
@@ -136,10 +140,12 @@ class LocalStorage:
         path = self._root / name
         return LocalReadable(self._open(str(path)), path, self._buffers)
 
+    @uninterrupted
     def _open(self, path: str) -> int:
         with about(path):
             return open_to_read(path, self._follow_links)
 
+    @uninterrupted
     def size(self, name: str) -> int:
         path = os.path.join(self.location, name)
         with about(path):
@@ -181,6 +187,7 @@ class LocalStorage:
         self.sync()
         return True
 
+    @uninterrupted
     def delete(self, name: str) -> None:
         with about(self._root / name):
             try:
@@ -191,10 +198,12 @@ class LocalStorage:
     def sync(self) -> None:
         _sync_folder(self._root)
 
+    @uninterrupted
     def touch(self, name: str) -> None:
         with about(self._root / name):
             os.utime(self._root / name, follow_symlinks=name == ".")
 
+    @uninterrupted
     def modified(self, name: str) -> float:
         with about(self._root / name):
             return os.stat(self._root / name, follow_symlinks=name == ".").st_mtime
@@ -219,6 +228,7 @@ class _PartOfFolder(LocalStorage):
         return [name for name in super().names() if self._names.fullmatch(name)]
 
 
+@uninterrupted
 def give_name(source: Path, target: Path) -> bool:
     """Give ``source`` the name ``target`` unless it is taken; it may keep the old name. Returns whether it was free."""
     with about(source):
@@ -241,6 +251,7 @@ def give_name(source: Path, target: Path) -> bool:
     return True
 
 
+@uninterrupted
 def rename(source: Path, target: Path) -> None:
     """Give ``source`` the name ``target``, and know that it was done whatever the answer is."""
     with about(source):
@@ -260,7 +271,7 @@ def _is_file(path: Path, status: os.stat_result) -> bool:
     A file that is gone may have left its number to another one, which was written at another time.
     """
     try:
-        found = path.lstat()
+        found = uninterrupted(path.lstat)()
     except OSError:
         return False
     same = found.st_size == status.st_size and found.st_mtime_ns == status.st_mtime_ns
@@ -270,7 +281,7 @@ def _is_file(path: Path, status: os.stat_result) -> bool:
 def _remove_temporary(path: Path) -> None:
     """Remove a name that is of no use any more, or leave it to the clean-up after a later save."""
     try:
-        path.unlink(missing_ok=True)
+        uninterrupted(path.unlink)(missing_ok=True)
     except OSError as error:
         level = logging.WARNING if os.path.lexists(path) else logging.DEBUG  # some say first that it is read-only
         _logger.log(level, "%s is left: %s", path, error)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from ..core.memory import Bytes1D
 from .direct import ALIGNMENT, is_cached, open_direct, read_direct
 
-__all__ = ["LocalReadable", "LocalWritable", "about", "close_read", "read_bytes"]
+__all__ = ["LocalReadable", "LocalWritable", "about", "close_read", "read_bytes", "uninterrupted"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_BUFFERS = 1024  # IOV_MAX
 _NO_HOLES = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _PIECE, _MOST_PIECE = 64 << 10, 16 << 20
 _LEAST_DIRECT = 256 << 10  # less is read through the cache, which reads ahead
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class about:  # noqa: N801 (it is called like a function; as a generator it would take a third of a small read's time)
@@ -41,6 +45,22 @@ class about:  # noqa: N801 (it is called like a function; as a generator it woul
                 error.args = (f"{error}: {self._path}",)
         elif not isinstance(error.filename, (str, bytes, os.PathLike)) or str(error.filename).startswith("/proc/"):
             error.filename = str(self._path)
+
+
+def uninterrupted(work: Callable[P, T]) -> Callable[P, T]:
+    """Does something again when a signal came meanwhile, for whose sake some filesystems in user space give it up.
+
+    Python itself does so where a file is open, and not where something has a path. What the signal's handler has raised
+    goes on its way.
+    """
+
+    @functools.wraps(work)
+    def repeated(*args: P.args, **more: P.kwargs) -> T:
+        while True:
+            with suppress(InterruptedError):
+                return work(*args, **more)
+
+    return repeated
 
 
 def close_read(descriptor: int, path: str | Path) -> None:
@@ -119,7 +139,7 @@ class LocalWritable:
     def close(self) -> None:
         # A descriptor is given back even if close() fails; to close it again could close another file.
         direct, self._direct = self._direct, None
-        with about(self._path):
+        with about(self._path), suppress(InterruptedError):  # what is to be durable was synced before
             try:
                 if direct is not None:
                     os.close(direct)

@@ -20,6 +20,7 @@ import pytest
 from paddle_dist_ckpt.storage import LocalStorage, Storage, as_storage, local
 from paddle_dist_ckpt.testing import FaultyStorage
 from paddle_dist_ckpt.testing.storage_conformance import in_threads, put
+from test.system_calls import PATH_CALLS, SystemCalls
 
 
 @pytest.fixture
@@ -368,6 +369,35 @@ def test_a_short_write_goes_on_where_it_ended(storage: LocalStorage, monkeypatch
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
     with pytest.raises(OSError, match="wrote nothing"):
         put(storage, "g", b"x")
+
+
+def use_all(folder: Path) -> list[object]:
+    """Do everything that can be done in a folder; what came of it."""
+    storage = LocalStorage(folder)
+    storage.prepare()
+    found: list[object] = [storage.publish("x", b"one", "x.tmp", False), storage.publish("x", b"two", "x.tmp", True)]
+    put(storage, "y", b"three")
+    storage.touch("x")
+    found += [storage.names(), storage.size("x"), storage.read("x"), read_in_both_ways(storage, "y")]
+    found += [storage.modified("x") > 0, storage.identity() is not None, storage.free_bytes() is not None]
+    storage.delete("y")
+    storage.sync()
+    return [*found, storage.names()]
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_what_a_signal_interrupts_is_done_all_the_same(tmp_path: Path, after: bool) -> None:
+    """Filesystems in user space give up what waits for them; Python itself goes on only where a file is open."""
+    with SystemCalls(tmp_path / "dry").watched() as dry:
+        expected = use_all(tmp_path / "dry")
+    calls = [at for at, (name, _) in enumerate(dry.calls) if name == "close" or name in {*PATH_CALLS} - {"open"}]
+    assert {dry.calls[at][0] for at in calls} >= {"stat", "lstat", "statvfs", "listdir", "utime", "unlink", "close"}
+    for at in calls:
+        with SystemCalls(tmp_path / str(at), at, after, errno.EINTR).watched() as system:
+            assert use_all(tmp_path / str(at)) == expected, dry.calls[at]
+        assert system.failed is not None
+        assert system.failed[0] == dry.calls[at][0]
+        assert os.listdir(tmp_path / str(at)) == ["x"]
 
 
 def test_the_faulty_storage_calls_its_hook_before_each_operation(tmp_path: Path) -> None:
