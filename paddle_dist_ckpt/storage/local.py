@@ -30,6 +30,7 @@ __all__ = ["LocalStorage", "as_source", "as_storage", "give_name", "rename"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+_NO_TIMES = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _MOST_DURABLE = 1024
 _FOR_ALL = ".claim"  # what everybody who works in a folder has to know, with whatever umask others work there
@@ -200,8 +201,14 @@ class LocalStorage:
 
     @uninterrupted
     def touch(self, name: str) -> None:
-        with about(self._root / name):
-            os.utime(self._root / name, follow_symlinks=name == ".")
+        path = self._root / name
+        with about(path):
+            try:
+                os.utime(path, follow_symlinks=name == ".")
+            except OSError as error:
+                if error.errno not in _NO_TIMES or not _written_again(path):
+                    raise
+                _logger.debug("%s: no times can be set here, so it is written again", path)
 
     @uninterrupted
     def modified(self, name: str) -> float:
@@ -276,6 +283,21 @@ def _is_file(path: Path, status: os.stat_result) -> bool:
         return False
     same = found.st_size == status.st_size and found.st_mtime_ns == status.st_mtime_ns
     return same and os.path.samestat(found, status)
+
+
+def _written_again(path: Path) -> bool:
+    """Write a file's first byte once more, which changes its time and nothing else; returns whether that was done."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:  # a folder, or it may not be written
+        return False
+    try:
+        first = os.pread(descriptor, 1, 0)
+        return os.pwrite(descriptor, first, 0) == 1
+    except OSError:
+        return False
+    finally:
+        close_read(descriptor, path)
 
 
 def _remove_temporary(path: Path) -> None:

@@ -341,6 +341,30 @@ def test_touch_makes_a_file_the_newest(storage: LocalStorage, tmp_path: Path) ->
     assert storage.modified("f") >= storage.modified("g") - 1
 
 
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ENOTSUP])
+def test_a_file_can_be_touched_where_no_times_can_be_set(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Else a save would count as dead when it takes longer than its claim counts."""
+    put(storage, "0.claim", b"content")
+    put(storage, "empty", b"")
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("0.claim", "empty"):
+        os.utime(tmp_path / name, (1, 1))
+
+    def refuse(path: Path, **_: Any) -> None:
+        raise OSError(number, "refused", str(path))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    storage.touch("0.claim")
+    assert storage.modified("0.claim") > 1
+    assert storage.read("0.claim") == b"content"
+    for name in ("empty", "fifo", "."):  # there is nothing to be written again
+        with pytest.raises(OSError, match="refused"):
+            storage.touch(name)
+    assert storage.modified("empty") == 1
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
 def test_a_folder_that_cannot_be_synced_is_no_error(
     storage: LocalStorage, number: int, monkeypatch: pytest.MonkeyPatch
