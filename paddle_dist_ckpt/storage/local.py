@@ -30,6 +30,7 @@ __all__ = ["LocalStorage", "as_source", "as_storage", "give_name", "rename"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+_NO_ANSWER = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EOVERFLOW)
 _NO_TIMES = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _MOST_DURABLE = 1024
@@ -122,9 +123,16 @@ class LocalStorage:
 
     @uninterrupted
     def free_bytes(self) -> int | None:
-        with about(self._root):
-            status = os.statvfs(self._root)
-        return status.f_bavail * status.f_frsize if status.f_blocks else None  # some do not say how large they are
+        try:
+            with about(self._root):
+                status = os.statvfs(self._root)
+        except OSError as error:
+            if error.errno not in _NO_ANSWER:
+                raise
+            _logger.debug("%s: it is not known how much room there is: %s", self._root, error)
+            return None
+        is_known = status.f_blocks and status.f_frsize  # some do not say how large they are
+        return status.f_bavail * status.f_frsize if is_known else None
 
     @uninterrupted
     def names(self) -> list[str]:

@@ -204,6 +204,23 @@ def test_a_filesystem_that_does_not_say_how_large_it_is_has_unknown_room(
     assert storage.free_bytes() is None
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([512, 512, 9, 0, 0, 0, 0, 0, 0, 255]))
     assert storage.free_bytes() == 0, "it is full"
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([0, 0, 9, 9, 9, 0, 0, 0, 0, 255]))
+    assert storage.free_bytes() is None, "nobody knows how large a block is"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EACCES, errno.EOVERFLOW, errno.EIO])
+def test_a_filesystem_that_may_not_be_asked_for_its_room_has_unknown_room(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(number, "refused", str(path))
+
+    monkeypatch.setattr(os, "statvfs", refuse)
+    if number == errno.EIO:  # the disk is broken
+        with pytest.raises(OSError, match="refused"):
+            storage.free_bytes()
+    else:
+        assert storage.free_bytes() is None
 
 
 def test_an_error_of_closing_what_was_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
