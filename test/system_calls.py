@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,3 +117,19 @@ class SystemCalls:
             return self._call(name, path, lambda: real(descriptor, *args))
 
         return call
+
+
+def make_stale_when_removed(patch: pytest.MonkeyPatch) -> None:
+    """Have an open file of no use when its name is gone, as on NFS if another host removes it."""
+    for name in ("read", "preadv", "pwrite", "fsync"):
+        patch.setattr(os, name, _refusing_removed(getattr(os, name)))
+
+
+def _refusing_removed(real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(descriptor: int, *args: Any) -> Any:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(descriptor, *args)
+
+    return call

@@ -101,7 +101,7 @@ def export_checkpoint(
             try:
                 plan = coordinator.plan if coordinator is not None else _plan(session, source, request, choose, begun)
                 return plan, _write_share(session, source, plan, begun, progress, folders)
-            except CheckpointCorruptedError as error:
+            except (CheckpointCorruptedError, FileNotFoundError) as error:
                 _check_not_replaced(source, read_checkpoint(source, begun.unique_id), begun, error)
                 raise
 

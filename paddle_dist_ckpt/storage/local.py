@@ -34,6 +34,7 @@ _NO_ANSWER = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 _NO_TIMES = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _MOST_DURABLE = 1024
+_MOST_STALE = 5  # times that a small file is replaced while it is read
 _FOR_ALL = ".claim"  # what everybody who works in a folder has to know, with whatever umask others work there
 _COARSEST = 3.0  # seconds; the times of some filesystems are even
 _durable: dict[Path, tuple[int, ...]] = {}  # folders whose names were made durable, and what told them from others
@@ -169,12 +170,19 @@ class LocalStorage:
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         path = os.path.join(self.location, name)
-        descriptor = self._open(path)
-        try:
-            with about(path):
-                return read_bytes(descriptor, limit)
-        finally:
-            close_read(descriptor, path)
+        tries = 0
+        while True:
+            descriptor = self._open(path)
+            try:
+                with about(path):
+                    return read_bytes(descriptor, limit)
+            except OSError as error:
+                tries += 1
+                if error.errno != errno.ESTALE or tries == _MOST_STALE:
+                    raise
+                _logger.debug("%s: another host has replaced or removed it: %s", path, error)
+            finally:
+                close_read(descriptor, path)
 
     def publish(
         self, name: str, data: bytes, temporary: str, replace: bool, confirm: Callable[[], None] | None = None

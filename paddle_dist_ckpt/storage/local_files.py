@@ -47,6 +47,26 @@ class about:  # noqa: N801 (it is called like a function; as a generator it woul
             error.filename = str(self._path)
 
 
+class _about_open(about):  # noqa: N801
+    """The same of an open file. A network filesystem calls its handle stale if another host has removed it."""
+
+    __slots__ = ()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and error.errno == errno.ESTALE and _is_gone(self._path):
+            raise FileNotFoundError(errno.ENOENT, "another host has removed it", str(self._path)) from error
+        super().__exit__(kind, error, trace)
+
+
+def _is_gone(path: str | Path) -> bool:
+    """Whether it is certain that there is nothing of this name."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
+
+
 def uninterrupted(work: Callable[P, T]) -> Callable[P, T]:
     """Does something again when a signal came meanwhile, for whose sake some filesystems in user space give it up.
 
@@ -103,7 +123,7 @@ class LocalWritable:
     def write(self, data: Bytes1D, offset: int) -> None:
         view = data.data
         direct = self._direct if offset % ALIGNMENT == 0 and data.ctypes.data % ALIGNMENT == 0 else None
-        with about(self._path):
+        with _about_open(self._path):
             while len(view):
                 pages = len(view) // ALIGNMENT * ALIGNMENT
                 if direct is not None and pages:
@@ -123,7 +143,7 @@ class LocalWritable:
 
     def extend(self, nbytes: int) -> bool:
         try:
-            with about(self._path):
+            with _about_open(self._path):
                 os.ftruncate(self._cached, nbytes)
         except OSError as error:
             if error.errno not in _NO_HOLES:
@@ -133,13 +153,13 @@ class LocalWritable:
         return True
 
     def sync(self) -> None:
-        with about(self._path):
+        with _about_open(self._path):
             os.fsync(self._cached)  # of the file, whichever descriptor it was written by
 
     def close(self) -> None:
         # A descriptor is given back even if close() fails; to close it again could close another file.
         direct, self._direct = self._direct, None
-        with about(self._path), suppress(InterruptedError):  # what is to be durable was synced before
+        with _about_open(self._path), suppress(InterruptedError):  # what is to be durable was synced before
             try:
                 if direct is not None:
                     os.close(direct)
@@ -153,7 +173,7 @@ class LocalReadable:
     def __init__(self, descriptor: int, path: Path, buffers: queue.SimpleQueue[Bytes1D]) -> None:
         self._descriptor, self._path, self._buffers = descriptor, path, buffers
         try:
-            with about(path):
+            with _about_open(path):
                 self._size = os.fstat(self._descriptor).st_size
         except BaseException:
             close_read(descriptor, path)
@@ -171,7 +191,7 @@ class LocalReadable:
         direct = self._open_direct() if once and self._is_missing(offset, sum(map(len, views))) else None
         while views:
             got = 0
-            with about(self._path):
+            with _about_open(self._path):
                 if direct is not None and len(views[0]) >= _LEAST_DIRECT:
                     got = read_direct(direct, views[0], offset, self._buffers)
                 if got == 0:
@@ -190,7 +210,7 @@ class LocalReadable:
 
         Some filesystems do not say, by saying 0 of a file that is no hole: all are meant then.
         """
-        with about(self._path):
+        with _about_open(self._path):
             status = os.fstat(self._descriptor)
         nbytes = status.st_blocks * 512
         if not nbytes and not self.is_hole(0, self._size):

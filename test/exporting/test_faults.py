@@ -24,6 +24,7 @@ import pytest
 from paddle_dist_ckpt import (
     CheckpointCorruptedError,
     CheckpointError,
+    CheckpointReplacedError,
     DurabilityUnknownError,
     RankFailureError,
     export,
@@ -49,6 +50,7 @@ from test.jobs import (
     split_rows,
 )
 from test.strategies import draws
+from test.system_calls import make_stale_when_removed
 from test.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,6 +213,27 @@ def test_the_checkpoint_is_replaced_meanwhile(tmp_path: Path, format: str) -> No
         assert "CheckpointReplacedError" in str(error)
         assert "was replaced during its export" in str(error)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "watched"]
+
+
+@pytest.mark.parametrize("format", ["pdparams", "native"])
+def test_another_host_replaces_the_checkpoint_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """Of a local disk what is open can be read all the same."""
+    source = saved(tmp_path / "ckpt")
+    make_stale_when_removed(monkeypatch)
+    real, done = os.preadv, list[bool]()
+
+    def read(descriptor: int, *args: Any) -> int:
+        if not done and any(tmp_path.glob(".*.export-*")):
+            done.append(True)
+            replace(source)
+        return real(descriptor, *args)
+
+    monkeypatch.setattr(os, "preadv", read)
+    with pytest.raises(CheckpointReplacedError, match="was replaced during its export"):
+        export(source, tmp_path / "out", format=format)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
 @pytest.mark.parametrize("format", ["pdparams", "native"])

@@ -20,7 +20,7 @@ import pytest
 from paddle_dist_ckpt.storage import LocalStorage, Storage, as_storage, local
 from paddle_dist_ckpt.testing import FaultyStorage
 from paddle_dist_ckpt.testing.storage_conformance import in_threads, put
-from test.system_calls import PATH_CALLS, SystemCalls
+from test.system_calls import PATH_CALLS, SystemCalls, make_stale_when_removed
 
 
 @pytest.fixture
@@ -410,6 +410,55 @@ def test_a_short_write_goes_on_where_it_ended(storage: LocalStorage, monkeypatch
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
     with pytest.raises(OSError, match="wrote nothing"):
         put(storage, "g", b"x")
+
+
+def test_what_another_host_removes_is_gone(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_stale_when_removed(monkeypatch)
+    put(storage, "x", b"content" * 1000)
+    reader, writer = storage.open("x"), storage.create("y")
+    for name in ("x", "y"):
+        storage.delete(name)
+    buffer = np.zeros(7000, np.uint8)
+    for use in (lambda: reader.read_into([buffer], 0), lambda: writer.write(buffer, 0), writer.sync):
+        with pytest.raises(FileNotFoundError, match=r"another host has removed it: '/.*/[xy]'"):
+            use()
+    (tmp_path / "x").touch()
+    with pytest.raises(OSError, match="Stale file handle: '/.*/x'"):  # it is there, for all that is known
+        reader.read_into([buffer], 0)
+    (tmp_path / "x").unlink()
+    monkeypatch.setattr(os, "lstat", lambda path: _raise_stale(path))  # nothing of the folder answers
+    with pytest.raises(OSError, match="Stale file handle: '/.*/x'"):
+        reader.read_into([buffer], 0)
+    reader.close()
+    writer.close()
+
+
+def _raise_stale(path: Path) -> None:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+
+@pytest.mark.parametrize("times", [1, 4, 5])
+def test_a_small_file_that_another_host_replaces_is_read_again(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    make_stale_when_removed(monkeypatch)
+    put(storage, "x", b"0")
+    real, left = os.read, list(range(times))
+
+    def read(descriptor: int, nbytes: int) -> bytes:
+        if left:
+            left.pop()
+            storage.publish("x", b"1", "x.tmp", replace=True)
+        return real(descriptor, nbytes)
+
+    monkeypatch.setattr(os, "read", read)
+    if times == 5:
+        with pytest.raises(OSError, match="Stale file handle: '/.*/x'"):
+            storage.read("x")
+    else:
+        assert storage.read("x") == b"1"
 
 
 def use_all(folder: Path) -> list[object]:
