@@ -36,6 +36,7 @@ from ..reports import ExportReport, Stopwatch
 from ..storage import Folders
 from ..storage.base import Storage
 from ..storage.local import give_name, rename
+from ..storage.local_files import uninterrupted
 from ..storage.made_folder import MadeFolder
 from .formats import FORMATS, Choose, ExportPlan, ExportRequest, plan_export
 from .stream import write_files
@@ -229,7 +230,8 @@ def _be_as(empty: Path, folder: Path) -> None:
 
 
 def _make(hidden: Path) -> MadeFolder:
-    hidden.mkdir()
+    # A network filesystem whose first answer is lost says that it was there: nobody else knows its name.
+    uninterrupted(hidden.mkdir)(exist_ok=True)
     return MadeFolder(hidden)
 
 

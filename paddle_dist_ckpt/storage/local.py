@@ -29,10 +29,10 @@ from .paths import local_path
 __all__ = ["LocalStorage", "as_source", "as_storage", "give_name", "rename"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 _NO_ANSWER = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EOVERFLOW)
 _NO_TIMES = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _MOST_DURABLE = 1024
 _MOST_STALE = 5  # times that a small file is replaced while it is read
 _FOR_ALL = ".claim"  # what everybody who works in a folder has to know, with whatever umask others work there

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .local import rename
 from .local_files import about, close_read
 
 __all__ = ["MadeFolder"]
@@ -55,7 +56,7 @@ class MadeFolder:
                 return None
             if aside is not None:
                 with suppress(OSError):  # the name may be too long
-                    os.rename(self.path, aside)
+                    rename(self.path, aside)
                     name = aside
             # IMPORTANT: by the descriptor, which is this folder's whatever has its name by now.
             for file in os.listdir(descriptor):

@@ -50,7 +50,7 @@ from test.jobs import (
     split_rows,
 )
 from test.strategies import draws
-from test.system_calls import make_stale_when_removed
+from test.system_calls import make_stale_when_removed, replace_call
 from test.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -406,6 +406,36 @@ def test_what_cannot_be_removed_of_an_export_is_named(
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"{left} is left of an export, and can be removed"
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("mkdir", errno.EEXIST),
+        ("mkdir", errno.EINTR),
+        ("link", errno.EEXIST),
+        ("replace", errno.ENOENT),
+        ("replace", errno.EIO),
+        ("rename", errno.EIO),
+        ("rmdir", errno.ENOENT),
+    ],
+)
+def test_an_answer_that_is_lost_on_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    """What is done is asked for once more then, and is told to be there, or to be gone."""
+    source, real = saved(tmp_path / "ckpt"), getattr(os, name)
+
+    def lost(path: Any, *args: Any, **more: Any) -> None:
+        done = ".export-" in str(path) and os.path.lexists(path)
+        real(path, *args, **more)
+        if ".export-" in str(path) and done == (name != "mkdir"):
+            raise OSError(number, os.strerror(number), str(path))
+
+    replace_call(monkeypatch, name, lost)
+    export(source, tmp_path / "out", format="pdparams")
+    monkeypatch.undo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
 
 
 @pytest.mark.parametrize("format", ["pdparams", "native"])

@@ -283,9 +283,10 @@ def test_reading_past_the_end_is_an_error(storage: LocalStorage) -> None:
     file.close()
 
 
-def test_publish_without_hard_links(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EXDEV])
+def test_publish_without_hard_links(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EPERM, "no links here")
+        raise OSError(number, "no links here")
 
     monkeypatch.setattr(os, "link", refuse)
     assert storage.publish("m", b"1", "tmp", replace=False)
@@ -382,7 +383,7 @@ def test_a_file_can_be_touched_where_no_times_can_be_set(
     assert storage.modified("empty") == 1
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF])
 def test_a_folder_that_cannot_be_synced_is_no_error(
     storage: LocalStorage, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
