@@ -67,6 +67,10 @@ class OwnClaim:
                 raise lost_claim(self._storage, self.name + TEMPORARY) from None
             raise
         self.is_published = True
+        # IMPORTANT: some filesystems take the time of what is written from their server, and that of a touch from this
+        # host. All claims are dated by touches, or one that is refreshed looks older than one that is new.
+        with suppress(OSError):  # it is dated by its writing then
+            self._storage.touch(self.name)
 
     def check_held(self) -> None:
         """See that it is there.

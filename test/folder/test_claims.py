@@ -741,6 +741,32 @@ def test_a_save_whose_claim_is_dated_ahead_loses_nothing(tmp_path: Path, seconds
     assert (dates[0] == dates[1]) == (seconds == 600), "so little is left as it is"
 
 
+class ServersClock(LocalStorage):
+    """What is written here has the time of a server, and what is touched that of the host."""
+
+    ahead = 0.0
+
+    def publish(self, name: str, *args: Any, **more: Any) -> bool:
+        done = super().publish(name, *args, **more)
+        os.utime(self._root / name, (time.time() + self.ahead,) * 2)
+        return done
+
+
+@pytest.mark.parametrize("ahead", [-900.0, 900.0])
+def test_a_save_lives_where_the_servers_clock_is_another_than_the_hosts(tmp_path: Path, ahead: float) -> None:
+    storage = ServersClock(tmp_path)
+    storage.ahead = ahead
+    lease = Lease(storage, 5, automatic=False)
+    lease._claim.refresh(lambda: None)
+    save_on([state(1)], storage, 7)
+    assert lease.is_held()
+    lease.mark_done()
+    save_on([state(2)], storage, 7)
+    assert lease.is_held()
+    lease.end()
+    check_holds(tmp_path, {7: 2})
+
+
 def test_a_claim_that_cannot_be_dated_anew_stops_nothing(tmp_path: Path) -> None:
     dead_save(tmp_path, None, "create")
     (claim,) = tmp_path.glob("*.claim")
