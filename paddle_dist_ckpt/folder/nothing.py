@@ -196,7 +196,9 @@ def _refused(storage: Storage, name: str, unique_id: int | None) -> str | None:
     except IsADirectoryError as error:
         return f"{name} is not read, for {error.strerror}"
     except FileNotFoundError:
-        return f"{name} is a link to something that is not there"
+        if _is_there(storage, name):
+            return f"{name} is a link to something that is not there"
+        return f"{name} is listed, but is not there: it was removed just now, or the listing is out of date"
     except OSError as error:
         return f"{name} cannot be read: {error}"
     return None

@@ -70,6 +70,21 @@ def test_each_of_many_links_to_nothing_is_looked_at_as_rarely_as_can_be(
     assert len(looks) == 101
 
 
+class StaleListing(LocalStorage):
+    """A folder of a network filesystem, whose listing still has what another host has removed."""
+
+    def names(self) -> list[str]:
+        return sorted({*super().names(), "0.metadata"})
+
+
+def test_a_listing_that_is_out_of_date_is_told_as_that(tmp_path: Path) -> None:
+    storage = StaleListing(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="0.metadata is listed, but is not there: it was removed"):
+        load_alone({"w": np.zeros(3)}, storage)
+    save_alone({"w": np.ones(3)}, storage)
+    assert list_checkpoints(storage) == [1]
+
+
 @pytest.mark.parametrize("name", ["7.metadata", "7.0123456789abcdef.claim", "0_7.0123456789abcdef.0.safetensors"])
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_entries_hide_nothing(tmp_path: Path, kind: str, name: str) -> None:
