@@ -23,6 +23,7 @@ from ..core.host import this_host
 from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
 from .local_files import LocalReadable, LocalWritable, about, close_read, read_bytes, uninterrupted
+from .noreplace import rename_noreplace
 from .opening import open_to_read
 from .paths import local_path
 
@@ -33,6 +34,7 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, err
 _NO_ANSWER = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EOVERFLOW)
 _NO_TIMES = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_NO_FLAGS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
 _MOST_DURABLE = 1024
 _MOST_STALE = 5  # times that a small file is replaced while it is read
 _FOR_ALL = ".claim"  # what everybody who works in a folder has to know, with whatever umask others work there
@@ -268,6 +270,24 @@ def give_name(source: Path, target: Path) -> bool:
         if error.errno not in _NO_LINKS:
             raise
         _logger.debug("%s: no hard links here, so a rename publishes it", target)
+        return _rename_if_free(source, target, status)
+    return True
+
+
+def _rename_if_free(source: Path, target: Path, status: os.stat_result) -> bool:
+    """Rename a file of this status unless the new name is taken; returns whether it was free."""
+    try:
+        with about(target):
+            rename_noreplace(source, target)
+    except OSError as error:
+        if _is_file(target, status):
+            _logger.debug("%s: the rename was done, though the answer was: %s", target, error)
+            return True
+        if isinstance(error, FileExistsError):
+            return False
+        if error.errno not in _NO_FLAGS:
+            raise
+        _logger.debug("%s: nor does a rename look by itself whether the name is taken", target)
         if target.exists():
             return False
         rename(source, target)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.storage import LocalStorage, Storage, as_storage, local
+from paddle_dist_ckpt.storage import LocalStorage, Storage, as_storage, local, noreplace
 from paddle_dist_ckpt.testing import FaultyStorage
 from paddle_dist_ckpt.testing.storage_conformance import in_threads, put
 from test.system_calls import PATH_CALLS, SystemCalls, make_stale_when_removed
@@ -283,16 +283,62 @@ def test_reading_past_the_end_is_an_error(storage: LocalStorage) -> None:
     file.close()
 
 
+@pytest.mark.parametrize("flags", [True, False])
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EXDEV])
-def test_publish_without_hard_links(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_publish_without_hard_links(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int, flags: bool
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(number, "no links here")
 
     monkeypatch.setattr(os, "link", refuse)
+    if not flags:
+        monkeypatch.setattr(noreplace, "_renameat2", None)
     assert storage.publish("m", b"1", "tmp", replace=False)
     assert not storage.publish("m", b"2", "tmp", replace=False)
     assert storage.read("m") == b"1"
     assert storage.names() == ["m"]
+
+
+@pytest.mark.skipif(noreplace._renameat2 is None, reason="this system has no such rename")
+def test_without_hard_links_nothing_is_replaced_that_appears_meanwhile(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        put(storage, "m", b"another save's")
+        raise OSError(errno.EPERM, "no links here")
+
+    def too_early(_: Path) -> bool:
+        return False
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(Path, "exists", too_early)
+    assert not storage.publish("m", b"ours", "tmp", replace=False)
+    assert storage.read("m") == b"another save's"
+    assert storage.names() == ["m"]
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_rename_whose_answer_is_lost_is_known_to_be_done(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, done: bool
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    def lost(source: Path, target: Path) -> None:
+        if done:
+            source.rename(target)
+        raise OSError(errno.EIO, "lost", str(target))
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(local, "rename_noreplace", lost)
+    if done:
+        assert storage.publish("m", b"ours", "tmp", replace=False)
+        assert storage.read("m") == b"ours"
+    else:
+        with pytest.raises(OSError, match="lost: '/.*/m'"):
+            storage.publish("m", b"ours", "tmp", replace=False)
+        assert storage.names() == []
 
 
 @pytest.mark.parametrize(
