@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .local import rename
-from .local_files import about, close_read
+from .local_files import about, close_read, uninterrupted
 
 __all__ = ["MadeFolder"]
 
@@ -61,8 +61,8 @@ class MadeFolder:
             # IMPORTANT: by the descriptor, which is this folder's whatever has its name by now.
             for file in os.listdir(descriptor):
                 with suppress(OSError):
-                    os.unlink(file, dir_fd=descriptor)
-            os.rmdir(name)  # which removes no folder that has something in it
+                    uninterrupted(os.unlink)(file, dir_fd=descriptor)
+            uninterrupted(os.rmdir)(name)  # which removes no folder that has something in it
         return name if os.path.lexists(name) else None
 
 

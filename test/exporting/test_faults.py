@@ -418,6 +418,7 @@ def test_what_cannot_be_removed_of_an_export_is_named(
         ("replace", errno.EIO),
         ("rename", errno.EIO),
         ("rmdir", errno.ENOENT),
+        ("rmdir", errno.EINTR),
     ],
 )
 def test_an_answer_that_is_lost_on_the_network(
