@@ -58,12 +58,15 @@ def check_folders(
             "meanwhile, and it was made anew; try again (or containers mount several there; separate_folders=True in "
             "the options says that it is meant so)"
         )
+    advice = "pass the same path on all ranks"
+    if len(set(locations.values())) == 1:
+        advice = "the path is the same, and is mounted several times, as in containers, be it one folder or several"
     raise ValueError(
         "\n".join(
             [
                 "ranks of one host have different folders:",
                 *lines,
-                "(pass the same path on all ranks; separate_folders=True in the options says that it is meant so)",
+                f"({advice}; separate_folders=True in the options says that it is meant so)",
             ]
         )
     )

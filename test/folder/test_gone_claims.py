@@ -267,6 +267,7 @@ def test_a_folder_that_somebody_removes_as_it_is_empty(tmp_path: Path, moved: st
     elif moved == "on another disk":
         for error in errors_of(results, (CheckpointError, ValueError)):
             assert "ranks of one host have different folders" in str(error)
+            assert "(the path is the same, and is mounted several times, as in containers" in str(error)
     else:
         assert [report.unique_id for report in results] == [5, 5]
 
