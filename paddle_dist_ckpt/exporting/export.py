@@ -221,12 +221,18 @@ class _Coordinator:
 
 
 def _be_as(empty: Path, folder: Path) -> None:
-    """Give a folder the mode, and if that may be the owner, of an empty one whose place it takes, if there is one."""
+    """Give a folder the mode, and if that may be the owner, of an empty one whose place it takes, if there is one.
+
+    Where these are the same nothing is asked for: some filesystems have neither, and refuse to set them.
+    """
     with suppress(FileNotFoundError):
-        found = empty.stat()
-        with suppress(PermissionError):
-            os.chown(folder, found.st_uid, found.st_gid)
-        os.chmod(folder, stat.S_IMODE(found.st_mode))  # afterwards: a change of the owner takes bits away
+        found, made = empty.stat(), folder.stat()
+        if (found.st_uid, found.st_gid) != (made.st_uid, made.st_gid):
+            with suppress(PermissionError):
+                os.chown(folder, found.st_uid, found.st_gid)
+                made = folder.stat()  # a change of the owner takes bits away
+        if stat.S_IMODE(found.st_mode) != stat.S_IMODE(made.st_mode):
+            os.chmod(folder, stat.S_IMODE(found.st_mode))
 
 
 def _make(hidden: Path) -> MadeFolder:

@@ -206,6 +206,19 @@ def test_an_empty_folder_made_meanwhile_is_filled(tmp_path: Path) -> None:
     assert is_whole(tmp_path / "out", tmp_path / "watched")
 
 
+def test_an_empty_folder_is_filled_where_there_are_no_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = saved(tmp_path / "ckpt")
+    (tmp_path / "out").mkdir()
+
+    def refuse(path: Any, *_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "no modes here", str(path))
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    monkeypatch.setattr(os, "chown", refuse)
+    export(source, tmp_path / "out", format="native")
+    assert load_whole(tmp_path / "out")["step"] == 3
+
+
 @pytest.mark.parametrize("format", ["safetensors", "native"])
 def test_the_checkpoint_is_replaced_meanwhile(tmp_path: Path, format: str) -> None:
     results = meanwhile(tmp_path, format, "read", lambda: replace(tmp_path / "ckpt"))
