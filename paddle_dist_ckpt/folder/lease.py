@@ -144,7 +144,16 @@ class Lease:
             # Deleting must be possible on a full disk. What the claim does not say is left if this dies half-way.
             _logger.debug("there is no room for what the claim %s says: %s", self.name, error)
             if not self._claim.is_published:
-                self._claim.publish(b"")
+                self._publish_empty()
+
+    def _publish_empty(self) -> None:
+        try:
+            self._claim.publish(b"")
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            why = f"{error.strerror}, not even for a removal's empty claim: remove any other file there first"
+            raise OSError(error.errno, why, error.filename) from error
 
     def _take_over_dead(self, given_up: Collection[str]) -> None:
         """Make the removal of dead saves' files this save's business."""

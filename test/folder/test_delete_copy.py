@@ -708,6 +708,28 @@ def test_a_copy_of_what_is_deleted_meanwhile(tmp_path: Path) -> None:
     assert files_in(tmp_path / "b") == {}
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_without_room_for_a_name_is_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A full XFS makes no file at all."""
+    saved(tmp_path, 1)
+    before, real = files_in(tmp_path), os.open
+
+    def full(path: Any, flags: int, *args: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(OSError, match=rf"{os.strerror(number)}, not even for .*: remove any other file .*claim\.tmp'"):
+        delete_checkpoint(tmp_path, 1)
+    monkeypatch.undo()
+    assert files_in(tmp_path) == before
+    delete_checkpoint(tmp_path, 1)
+    assert files_in(tmp_path) == {}
+
+
 # -- copies of what somebody else removes
 
 
