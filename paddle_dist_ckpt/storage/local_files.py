@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ __all__ = ["LocalReadable", "LocalWritable", "about", "close_read", "read_bytes"
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_BUFFERS = 1024  # IOV_MAX
 _NO_HOLES = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-_PIECE, _MOST_PIECE = 64 << 10, 16 << 20
+_LEAST_PIECE, _MOST_PIECE = 64 << 10, 1 << 30
 _LEAST_DIRECT = 256 << 10  # less is read through the cache, which reads ahead
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,12 +94,12 @@ def close_read(descriptor: int, path: str | Path) -> None:
 
 def read_bytes(descriptor: int, limit: int | None) -> bytes:
     """An open file's content, or its first ``limit`` bytes. (A Python file gives what it has when a read fails.)"""
-    pieces, size = list[bytes](), _PIECE
-    while piece := os.read(descriptor, size if limit is None else min(size, limit)):
+    pieces, left = list[bytes](), sys.maxsize if limit is None else limit
+    size = min(max(os.fstat(descriptor).st_size, _LEAST_PIECE), _MOST_PIECE)  # mostly all of it, so it is not copied
+    while piece := os.read(descriptor, min(size, left)):
         pieces.append(piece)
-        limit = None if limit is None else limit - len(piece)
-        size = min(2 * size, _MOST_PIECE)
-    return b"".join(pieces)
+        left -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 class LocalWritable:
