@@ -31,6 +31,7 @@ class CoordinatorPort(Port):
         ranks: All ranks of the group.
         bind_host: Where to listen.
         secret: The job's.
+        name: The hub's.
         unproven: See :class:`.gate.Gate`.
 
     Attributes:
@@ -41,16 +42,16 @@ class CoordinatorPort(Port):
     """
 
     def __init__(
-        self, rank: int, ranks: tuple[int, ...], bind_host: str | None, secret: bytes, unproven: set[int]
+        self, rank: int, ranks: tuple[int, ...], bind_host: str | None, secret: bytes, name: str, unproven: set[int]
     ) -> None:
         super().__init__()
         token = secrets.token_bytes(keys.TOKEN_BYTES)
         self._others = frozenset(ranks) - {rank}
         self._by_rank: dict[int, Connection] = {}
-        key, wanted = keys.hub_key(token, secret), bind_host or bootstrap.local_address()
+        key, wanted = keys.hub_key(token, secret, name), bind_host or bootstrap.local_address()
         try:
-            family, *_, name = socket.getaddrinfo(wanted, None, type=socket.SOCK_STREAM)[0]
-            address = str(name[0])
+            family, *_, found = socket.getaddrinfo(wanted, None, type=socket.SOCK_STREAM)[0]
+            address = str(found[0])
             self._gate = Gate(rank, (family, address), key, self._others, self._is_taken, unproven)
         except OSError as error:
             super().close()

@@ -41,7 +41,7 @@ class TcpHub(Board):
         ranks: All ranks of the group.
         coordinator: The one of them that all others connect to.
         store: Where the coordinator leaves its address and a secret.
-        key: Under which; it must be new for every hub.
+        key: Under which; it must be new for every hub, whose name it is: ranks of another one are turned away.
         bind_host: On the coordinator, address or name of the interface to listen on; by default the one behind the
             default route.
         bootstrap_timeout: Seconds to wait for the coordinator's address.
@@ -74,7 +74,7 @@ class TcpHub(Board):
         self._port = (
             self._listening(store, key, bind_host, secret)
             if rank == coordinator
-            else MemberPort(rank, coordinator, bootstrap.fetch(store, key, bootstrap_timeout, coordinator), secret)
+            else MemberPort(rank, coordinator, bootstrap.fetch(store, key, bootstrap_timeout, coordinator), secret, key)
         )
         self._closing = False
         self._closed = False
@@ -86,7 +86,7 @@ class TcpHub(Board):
 
     def _listening(self, store: BootstrapStore, key: str, bind_host: str | None, secret: bytes) -> Port:
         self.absent.update({*self.ranks} - {self.rank})
-        port = CoordinatorPort(self.rank, self.ranks, bind_host, secret, self.unproven)
+        port = CoordinatorPort(self.rank, self.ranks, bind_host, secret, key, self.unproven)
         try:
             bootstrap.publish(store, key, port.rendezvous, self.rank)
         except BaseException:

@@ -1,7 +1,8 @@
 """What proves that a peer belongs to the job, and a message to its connection. No I/O.
 
-Everything is HMAC with SHA-256. The hub's key is made of the token that the coordinator leaves in the store and of the
-job's secret, if it has one, so that whoever reads the store alone does not know it. The key itself is never sent:
+Everything is HMAC with SHA-256. The hub's key is made of the token that the coordinator leaves in the store, of the
+job's secret, if it has one, so that whoever reads the store alone does not know it, and of the hub's name, so that
+whoever exchanges what two hubs have left there brings no rank of one into the other. The key itself is never sent:
 
     coordinator -> member    greeting: magic, protocol, a nonce
     member -> coordinator    hello: magic, protocol, a nonce, the process's id, its rank; and a proof over both
@@ -131,14 +132,15 @@ class Handshake:
         return hmac.digest(self._key, purpose + self._said, "sha256")
 
 
-def hub_key(token: bytes, secret: bytes) -> bytes:
+def hub_key(token: bytes, secret: bytes, name: str) -> bytes:
     """The hub's key.
 
     Args:
         token: What the coordinator has left in the store.
         secret: The job's own; empty if it has none.
+        name: The hub's, which its ranks know without being told.
     """
-    return hmac.digest(token, secret, "sha256")
+    return hmac.digest(hmac.digest(token, secret, "sha256"), name.encode(), "sha256")
 
 
 def greeting() -> bytes:

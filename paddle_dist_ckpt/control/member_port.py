@@ -38,14 +38,15 @@ class MemberPort(Port):
         coordinator: Whom it connects to.
         rendezvous: Where that is.
         secret: The job's.
+        name: The hub's.
     """
 
-    def __init__(self, rank: int, coordinator: int, rendezvous: Rendezvous, secret: bytes) -> None:
+    def __init__(self, rank: int, coordinator: int, rendezvous: Rendezvous, secret: bytes, name: str) -> None:
         super().__init__()
         self._rank = rank
         self._coordinator = coordinator
         self._address = bootstrap.address_of(rendezvous)
-        self._key = keys.hub_key(rendezvous.token, secret)
+        self._key = keys.hub_key(rendezvous.token, secret, name)
         self._process = secrets.token_bytes(keys.ID_BYTES)
         self._standing: list[Connection] = []  # one or none, as of the next
         self._attempts: list[Introduction] = []

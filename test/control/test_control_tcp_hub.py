@@ -145,6 +145,20 @@ def test_ranks_with_the_same_secret_meet(store: Store) -> None:
         hub.close()
 
 
+def test_who_exchanges_what_hubs_have_left_in_the_store_brings_no_rank_into_another_hub(store: Store) -> None:
+    def of_key(key: str, rank: int) -> TcpHub:
+        return TcpHub(rank, range(2), 0, store, key, bind_host="127.0.0.1", secret=b"the same")
+
+    coordinators = [of_key(key, 0) for key in ("k", "another")]
+    store.values["k"], store.values["another"] = store.values["another"], store.values["k"]
+    members = [of_key(key, 1) for key in ("k", "another")]
+    for member in members:
+        with pytest.raises(CheckpointError, match="turned rank 1 away"):
+            one_round(member)
+    for hub in (*members, *coordinators):
+        hub.close()
+
+
 def test_a_rank_that_the_coordinator_does_not_know_is_told_so(store: Store) -> None:
     coordinator = make(0, store)
     stranger = make(2, store, ranks=3)
@@ -560,7 +574,7 @@ def was_closed(sock: socket.socket) -> bool:
 def test_what_another_connection_has_said_proves_nothing(store: Store) -> None:
     coordinator = make(0, store)
     found = store.rendezvous()
-    key = keys.hub_key(found.token, b"")
+    key = keys.hub_key(found.token, b"", "k")
     hello = b""
     for status in (keys.Status.WELCOME, keys.Status.UNPROVEN):
         with socket.create_connection(address_of(found), AT_ONCE) as sock:

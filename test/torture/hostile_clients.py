@@ -149,7 +149,7 @@ def attack(kind: str, seed: int, store: Path, done: Synchronized[int]) -> None:
     os.nice(19)
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     found = msgspec.msgpack.decode(FileStore(store).get("k", _SECONDS), type=Rendezvous)
-    target = Target(address_of(found), keys.hub_key(found.token, b""), random.Random(seed))
+    target = Target(address_of(found), keys.hub_key(found.token, b"", "k"), random.Random(seed))
     while True:
         with contextlib.suppress(OSError):
             KINDS[kind](target)
