@@ -300,10 +300,12 @@ class Board(ABC):
     def shut(self, error: ErrorRecord) -> None:
         """Fail every session on this rank with ``error``, and those opened later."""
         with self.lock:
-            if self.table is not None:
-                self.table.close(time.monotonic())
-            self.broken = self.broken or error
-            for session in self._sessions.values():
-                session.fail(error)
-            self.changed.notify_all()
+            try:
+                if self.table is not None:
+                    self.table.close(time.monotonic())
+            finally:  # whatever comes of what the others are told
+                self.broken = self.broken or error
+                for session in self._sessions.values():
+                    session.fail(error)
+                self.changed.notify_all()
             self.settle()

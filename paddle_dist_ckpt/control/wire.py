@@ -49,7 +49,8 @@ MAX_RANKS = 1 << 20
 NAMED_COORDINATOR = " with coordinator_rank="
 """Stands in what a session is doing before the rank that a caller named, where that is not the hub's coordinator."""
 
-Number = Annotated[int, msgspec.Meta(ge=0)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""What is counted, or a rank: one more can be sent as well."""
 BEFORE = -1
 """A step before all others."""
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]

@@ -92,6 +92,16 @@ def test_nonsense_from_a_member_ends_its_connection(hubs: list[TcpHub], caplog: 
     until(lambda: both(hubs) == [b"0", b"1"], PATIENCE, "a round over a new connection")
 
 
+def test_a_session_of_a_number_after_which_none_can_come_ends_the_connection(hubs: list[TcpHub]) -> None:
+    assert both(hubs) == [b"0", b"1"]
+    with hubs[1].changed:
+        (connection,) = hubs[1]._port.connections
+        connection.send(wire.encode(wire.Open((1 << 64) - 1, "save", LONG)), b"")
+    with pytest.raises(CheckpointError, match="rank 1"):
+        one_round(hubs[0])
+    until(lambda: both(hubs) == [b"0", b"1"], PATIENCE, "a round over a new connection")
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_with_text_that_is_no_unicode_is_told_and_the_hubs_go_on(hubs: list[TcpHub], failing: int) -> None:
     def fail(hub: TcpHub) -> object:
@@ -815,6 +825,20 @@ def test_a_failure_of_the_thread_is_not_a_hang(hubs: list[TcpHub], monkeypatch: 
     for _ in range(2):
         with pytest.raises(CheckpointError, match="RuntimeError: boom"):
             one_round(hubs[0])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_of_the_thread_of_which_nobody_can_be_told_is_not_a_hang(
+    hubs: list[TcpHub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*arguments: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(hubs[0].table, "close", explode)
+    monkeypatch.setattr(hubs[0]._port, "turn", explode)
+    with pytest.raises(CheckpointError, match="RuntimeError: boom"):
+        one_round(hubs[0])
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "nowhere.invalid"])
