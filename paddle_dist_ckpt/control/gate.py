@@ -11,8 +11,9 @@ The port is open to whoever reaches the host, so what strangers cost is bounded 
   more are let in. The rest waits in the system's own queue, where a few KiB are kept of what each has sent. (With
   usual buffers, 4000 of them took 650 MiB.) So neither many connections nor many small packets take the processor
   from the job, nor the board's lock from a save. While ranks are missing there is no save to disturb: then there are
-  50 turns, of 64 newcomers or an eighth of the missing ranks. Else strangers who fill that queue would keep the ranks
-  from coming at all.
+  50 turns, of 64 newcomers or an eighth of the missing ranks; and for 10 ms of each those do not count who have gone
+  again. Else strangers who fill that queue would keep the ranks from coming at all: who comes and goes can do so 60,000
+  times a second.
 - What was turned away is told in one warning a minute.
 
 A rank that is connected keeps its place: a newcomer takes it only if it is the same process again, which may know of a
@@ -49,6 +50,7 @@ _LONG_REST = 0.1
 _MOST_WAITING = 64
 _ENTRANTS = 16
 _TIMES_WHILE_MISSING = 4  # as many of both
+_FOR_THE_GONE = 0.01  # seconds of a turn, while ranks are missing
 _PATIENCE = 10.0
 _UNREAD_BYTES = 1 << 12
 _SO_BUF_LOCK, _TCP_WINDOW_CLAMP = 72, 10  # of Linux
@@ -97,14 +99,23 @@ def _take_in(sock: socket.socket, nbytes: int, window: int = 0) -> None:
 
 
 class _Newcomer:
-    """Somebody that is connected and has not said, or not proved, who it is."""
+    """Somebody that is connected and has not said, or not proved, who it is.
+
+    Raises:
+        OSError: it has gone again.
+    """
 
     def __init__(self, sock: socket.socket, now: float) -> None:
+        sock.setblocking(False)
         self.socket = sock
         self.until = now + _PATIENCE
         self.greeting = keys.greeting()
         self.hello = b""
         sock.send(self.greeting)
+        with contextlib.suppress(BlockingIOError):
+            if not sock.recv(1, socket.MSG_PEEK):
+                raise ConnectionError("it has gone")
+        tune(sock)
 
     def listen(self) -> bool:
         """Take what has come of the hello; returns whether it is whole.
@@ -180,7 +191,8 @@ class Gate:
             admitted += self._hear(newcomer)  # before others come, for whom one who has spoken would have to go
         if self._listener.fileno() in ready:
             times = _TIMES_WHILE_MISSING if missing else 1
-            self._accept(max(times * _ENTRANTS, missing // 8), times * _MOST_WAITING + missing, now)
+            until = now + _FOR_THE_GONE if missing else now
+            self._accept(max(times * _ENTRANTS, missing // 8), times * _MOST_WAITING + missing, now, until)
         while self._newcomers and (first := next(iter(self._newcomers.values()))).until < now:
             self._dismiss(first, "that had nothing to say")
         if missing:
@@ -192,18 +204,20 @@ class Gate:
         """When the next turn must be, as monotonic time, though nobody comes: somebody will have to go."""
         return next(iter(self._newcomers.values())).until if self._newcomers else math.inf
 
-    def _accept(self, entrants: int, most: int, now: float) -> None:
-        for _ in range(entrants):
+    def _accept(self, entrants: int, most: int, now: float, until: float) -> None:
+        """Let in so many at most, and ``most`` be there. Until some time, those who have gone again are not counted."""
+        while entrants > 0:
             try:
                 sock, _ = self._listener.accept()
             except OSError:  # nobody more, or one who has left again, or there are too many open files
                 return
-            tune(sock)
             try:
                 newcomer = _Newcomer(sock, now)
             except OSError:
-                sock.close()
+                self._turn_away(sock, "that left without a word")
+                entrants -= time.monotonic() >= until
                 continue
+            entrants -= 1
             self._newcomers[sock.fileno()] = newcomer
             self._selector.register(sock, selectors.EVENT_READ)
             if len(self._newcomers) > most:
@@ -241,7 +255,10 @@ class Gate:
 
     def _dismiss(self, newcomer: _Newcomer, reason: str) -> None:
         self._forget(newcomer)
-        newcomer.socket.close()
+        self._turn_away(newcomer.socket, reason)
+
+    def _turn_away(self, sock: socket.socket, reason: str) -> None:
+        sock.close()
         self.rest = _LONG_REST
         self._warnings.count(reason)
 

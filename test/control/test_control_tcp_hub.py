@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -650,6 +651,21 @@ def test_a_rank_gets_in_behind_thousands_of_strangers() -> None:
         rank.advance()
     assert [connection.rank for connection in admitted] == [1]
     for sock in (rank.socket, admitted[0].socket, *silent):
+        sock.close()
+    gate.close()
+
+
+def test_strangers_who_have_gone_again_do_not_keep_a_rank_waiting() -> None:
+    gate = Gate(0, (socket.AF_INET, "127.0.0.1"), b"key", frozenset({1}), lambda hello: False, set())
+    for _ in range(3000):
+        with socket.create_connection(("127.0.0.1", gate.port), AT_ONCE) as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it is reset
+    rank, turns = Introduction(("127.0.0.1", gate.port), b"key", 1, bytes(keys.ID_BYTES), 0), 0
+    while not (admitted := gate.serve(1)):
+        turns += 1
+        assert turns < 3000 // 64, "each of them took the place of a newcomer"
+        rank.advance()
+    for sock in (rank.socket, admitted[0].socket):
         sock.close()
     gate.close()
 
