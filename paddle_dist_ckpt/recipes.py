@@ -28,6 +28,7 @@ __all__ = [
     "filled",
     "fold",
     "placeholders",
+    "placeholders_between",
     "split",
     "stack",
     "stored",
@@ -392,6 +393,11 @@ def stored_keys(recipe: Recipe) -> list[str]:
 def placeholders(key: str) -> list[str]:
     """The names of the placeholders in a key, in their order, each once."""
     return list(dict.fromkeys(_PLACEHOLDER.findall(key)))
+
+
+def placeholders_between(key: str) -> list[str]:
+    """A key as the texts between its placeholders, with the names of these between the texts."""
+    return _PLACEHOLDER.split(key)
 
 
 def filled(key: str, found: dict[str, str]) -> str:

@@ -10,7 +10,7 @@ from ..core.parts import Arranged, Arranger, IdleStatement, Part, SourceTensor, 
 from ..options import LoadOptions
 from ..planning.recipe_parts import PartMaker, RecipeError
 from ..recipes import Recipe, filled, placeholders, stored_keys
-from .recipes import Matching, key_pattern, match_recipes
+from .recipes import KeyPattern, Matching, match_recipes
 
 __all__ = ["RecipeArranger", "arranger_for", "is_itself"]
 
@@ -152,6 +152,6 @@ def _wanted_keys(recipes: Mapping[str, Recipe], stored: Iterable[str]) -> tuple[
 
 
 def _filled(wanted: str, telling: Sequence[str], stored: Sequence[str]) -> list[str]:
-    patterns = [key_pattern(key) for key in telling]
-    matches = (pattern.fullmatch(key) for key in stored for pattern in patterns)
-    return [filled(wanted, match.groupdict()) for match in matches if match is not None]
+    patterns = [KeyPattern(key) for key in telling]
+    matches = (pattern.match(key) for key in stored for pattern in patterns)
+    return [filled(wanted, found) for found in matches if found is not None]

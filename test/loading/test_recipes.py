@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from paddle_dist_ckpt.loading import part_targets
 from paddle_dist_ckpt.loading.load import load
 from paddle_dist_ckpt.loading.merged import load_merged
 from paddle_dist_ckpt.loading.reading import LoadContext
-from paddle_dist_ckpt.loading.recipes import match_recipes
+from paddle_dist_ckpt.loading.recipes import KeyPattern, match_recipes
 from paddle_dist_ckpt.loading.rehearsal import rehearse
 from paddle_dist_ckpt.loading.stored_tensors import stored_tensors
 from paddle_dist_ckpt.planning.recipe_parts import make_parts, recipe_of
@@ -852,3 +853,29 @@ def test_a_state_is_not_loaded_as_it_is_stored_where_a_recipe_moves_its_paramete
     moments = {"optimizer.q.weight.moment{i}": stored("optimizer.q.weight.moment{i}").T}
     load_alone(found, tmp_path, options=options(recipes | moments))
     assert same_bits(found["optimizer"]["q.weight.moment2"], STATES["q.weight.moment2"].T)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "key", "found"),
+    [
+        ("{a}_{b}.w", "gate_up_proj.w", {"a": "gate_up", "b": "proj"}),
+        ("x{a}{b}y", "xabcy", {"a": "ab", "b": "c"}),
+        ("{a}_{b}.{b}", "x_y_z.y_z", {"a": "x", "b": "y_z"}),
+        ("{a}_{a}", "x_y_x_y", {"a": "x_y"}),
+        ("{a}_{a}_", "x_y_", None),
+        ("{a}_{b}_{c}", "_x_y", None),
+        ("{a}_{b}", "x_.y", None),
+        ("a.{b}", "a.", None),
+        ("a.{b}", "a.x.y", None),
+    ],
+)
+def test_what_placeholders_of_a_key_stand_for(pattern: str, key: str, found: dict[str, str] | None) -> None:
+    assert KeyPattern(pattern).match(key) == found
+
+
+def test_several_placeholders_between_two_dots_take_no_longer_than_a_key_is_long() -> None:
+    pattern, key = KeyPattern("x.{a}_{b}_{c}.w"), f"x.{'_' * 100_000}.v"
+    begun = time.process_time()
+    assert pattern.match(key) is None
+    assert pattern.match(key[:-1] + "w") == {"a": "_" * 99_996, "b": "_", "c": "_"}
+    assert time.process_time() - begun < 1
