@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..core.progress import Progress
 from ..core.protocols import ControlSession
 from ..exporting.plan import divide_files
+from ..files.holes import HoleBudget
 from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts
 from ..folder.verify import check_file, check_values, uncovered, verified_bytes
@@ -68,11 +69,11 @@ def verify_together(
         mine = divide_files(sizes, len(session.ranks))[rank]
 
         def check(metadata: Metadata = metadata, mine: Sequence[int] = mine) -> list[Problem]:
-            problems = []
+            problems, budget = list[Problem](), HoleBudget()
             with Progress("verify", sum(metadata.files[i].size for i in mine), progress, is_first(session)) as bar:
                 for file in mine:
                     session.check()
-                    found = check_file(storage, metadata, file, bar)
+                    found = check_file(storage, metadata, file, bar, budget)
                     problems += [Problem(metadata.files[file].name, text) for text in found]
             found = check_values(storage, metadata, slice(rank, None, len(session.ranks)))
             return problems + [Problem(None, text) for text in found]

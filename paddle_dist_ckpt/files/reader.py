@@ -57,8 +57,10 @@ class Consumer:
 
     Attributes:
         box: The box, counted from the entry's own corner.
-        target: Where it goes: raw items of the entry's type, of the box's shape, contiguous or not.
+        target: Where it goes: raw items of the entry's type, or of the one that it is converted to, of the box's shape,
+            contiguous or not.
         convert: Instead of a plain copy: called with the raw items of a part and with where that part lies in the box.
+            Zeros that are nowhere on the disk become zeros without it.
     """
 
     box: Box
@@ -211,10 +213,10 @@ def _hand_over(consumer: Consumer, box: Box, items: Array, zeros: bool = False) 
         return
     source = view_at(items, common.relative_to(box.offset).slices)
     place = common.relative_to(consumer.box.offset).slices
-    if consumer.convert is not None:
-        consumer.convert(source, place)
-    elif zeros:
+    if zeros:  # in any type
         clear(view_at(consumer.target, place))
+    elif consumer.convert is not None:
+        consumer.convert(source, place)
     else:
         consumer.target[place] = source
 

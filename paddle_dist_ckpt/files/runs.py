@@ -18,7 +18,7 @@ from ..errors import CheckpointCorruptedError
 from ..storage.base import ReadableFile, Storage
 from ..storage.capabilities import hole_bytes, is_hole
 from .datafile import Hashes, read_header
-from .holes import Holes
+from .holes import HoleBudget, Holes
 from .metadata import FileInfo
 
 __all__ = ["CHUNK_BYTES", "STRAIGHT_BYTES", "OpenFile", "Segments", "digest_of_zeros", "open_data_file"]
@@ -68,13 +68,14 @@ class OpenFile:
         return hole_bytes(self.file, self.data_start + start, nbytes) != 0
 
 
-def open_data_file(storage: Storage, info: FileInfo, blocks: int) -> OpenFile:
+def open_data_file(storage: Storage, info: FileInfo, blocks: int, budget: HoleBudget) -> OpenFile:
     """Open a data file, and check it against what `.metadata` says of it.
 
     Args:
         storage: Where it is.
         info: Its name, size and header digest.
         blocks: How many blocks its entries have.
+        budget: What may be read of holes, in all files of the checkpoint.
 
     Raises:
         CheckpointCorruptedError: it is missing, or not the file that was written.
@@ -94,7 +95,7 @@ def open_data_file(storage: Storage, info: FileInfo, blocks: int) -> OpenFile:
     except BaseException:
         file.close()
         raise
-    return OpenFile(name, file, start, hashes, holes=Holes(name, file))
+    return OpenFile(name, file, start, hashes, holes=Holes(name, file, budget))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

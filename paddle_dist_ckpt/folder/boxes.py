@@ -21,6 +21,7 @@ from ..core.memory import address_of
 from ..core.threads import run_all
 from ..errors import CheckpointCorruptedError
 from ..files.batches import Batch, ItemKind, Kinds
+from ..files.holes import HoleBudget
 from ..files.metadata import Metadata
 from ..files.reader import Consumer, StoredEntry, are_holes, clear, entry_tasks, view_at
 from ..files.runs import CHUNK_BYTES, OpenFile, Segments, open_data_file
@@ -88,6 +89,7 @@ class BoxReader:
         self._first_blocks, self._block_counts = metadata.blocks
         self._are_known_holes, self._looked_at = np.zeros(len(self._shards), bool), set[int]()
         self._opened: dict[int, OpenFile] = {}
+        self._budget = HoleBudget()
         self._opening = threading.Lock()
         self._closing = ExitStack()
 
@@ -331,7 +333,7 @@ class BoxReader:
         with self._opening:
             if number not in self._opened:
                 blocks = int(self._block_counts[number])
-                opened = open_data_file(self._storage, self._metadata.files[number], blocks)
+                opened = open_data_file(self._storage, self._metadata.files[number], blocks, self._budget)
                 self._closing.callback(opened.file.close)
                 self._opened[number] = opened
             return self._opened[number]

@@ -13,6 +13,7 @@ from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.codec import decode_metadata
 from ..files.copying import copy_entries
 from ..files.datafile import header_digest
+from ..files.holes import HoleBudget
 from ..files.metadata import Metadata
 from ..files.names import metadata_name, parse_data_file
 from ..files.pieces import FileEntries
@@ -103,6 +104,7 @@ def _copy_files(
     _check_free(out, metadata)
     _check_unclaimed(lease, metadata)
     lease.take_on(metadata.save_id)  # who finds the claim after a crash removes what was copied by then
+    budget = HoleBudget()
     with Progress("copy", sum(info.size for info in metadata.files), progress, True) as bar:
         for file, info in enumerate(metadata.files):
             lease.check_held()
@@ -111,7 +113,7 @@ def _copy_files(
             with closing(_create(out, info.name, made)) as target:
                 lease.check_held()  # who takes it removes the claim first, and what is there then
                 unseen.clear()
-                _copy_file(source, metadata, file, target, bar)
+                _copy_file(source, metadata, file, target, bar, budget)
                 target.sync()
     seal(out, metadata.files)
 
@@ -186,10 +188,12 @@ def _check_unclaimed(lease: Lease, metadata: Metadata) -> None:
         )
 
 
-def _copy_file(source: Storage, metadata: Metadata, file: int, target: WritableFile, progress: Progress) -> None:
+def _copy_file(
+    source: Storage, metadata: Metadata, file: int, target: WritableFile, progress: Progress, budget: HoleBudget
+) -> None:
     """Copy one data file, but for its holes, if that can be. Nothing of a block is written before it is verified."""
     info = metadata.files[file]
-    known = open_data_file(source, info, int(metadata.blocks[1][file]))
+    known = open_data_file(source, info, int(metadata.blocks[1][file]), budget)
     with closing(known.file):
         header = np.empty(known.data_start, np.uint8)
         try:

@@ -18,6 +18,7 @@ from ..core.shards import Kind
 from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointTimeoutError
 from ..files.checks import check_entries
+from ..files.holes import HoleBudget
 from ..files.metadata import FileInfo, Metadata
 from ..files.pieces import FileEntries
 from ..files.runs import CHUNK_BYTES, open_data_file
@@ -60,10 +61,10 @@ def verify_checkpoint(storage: Storage, unique_id: int | None, progress: bool | 
 
 def problems_of(storage: Storage, metadata: Metadata, progress: bool | None) -> list[str]:
     """What is wrong with the files of a checkpoint, in words."""
-    problems = uncovered(metadata)
+    problems, budget = uncovered(metadata), HoleBudget()
     with Progress("verify", sum(info.size for info in metadata.files), progress, True) as bar:
         for file in range(len(metadata.files)):
-            problems += check_file(storage, metadata, file, bar)
+            problems += check_file(storage, metadata, file, bar, budget)
     problems += check_values(storage, metadata)
     return list(dict.fromkeys(problems))  # what is wrong with a file is found again where a value is read of it
 
@@ -76,12 +77,16 @@ def verified_bytes(metadata: Metadata) -> int:
 
 
 def _check_foreign(
-    storage: Storage, info: FileInfo, checksums: list[tuple[int, int, int, int]], progress: Callable[[int], None]
+    storage: Storage,
+    info: FileInfo,
+    checksums: list[tuple[int, int, int, int]],
+    progress: Callable[[int], None],
+    budget: HoleBudget,
 ) -> list[str]:
     """Check a file of another format: its size, and what that format has checksums of."""
     problems = list[str]()
     try:
-        opened = open_data_file(storage, info, 0)
+        opened = open_data_file(storage, info, 0, budget)
     except (OSError, CheckpointCorruptedError) as error:
         return [str(error)]
     try:
@@ -123,12 +128,12 @@ def _not_exact(metadata: Metadata) -> IntArray:
     return others[~exact]
 
 
-def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progress) -> list[str]:
+def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progress, budget: HoleBudget) -> list[str]:
     """Read all of one data file, or of one of another format what can be verified; returns what is wrong with it."""
     if metadata.format != "native":
-        return _check_foreign(storage, metadata.files[file], metadata.file_checksums.get(file, []), progress)
+        return _check_foreign(storage, metadata.files[file], metadata.file_checksums.get(file, []), progress, budget)
     try:
-        known = open_data_file(storage, metadata.files[file], int(metadata.blocks[1][file]))
+        known = open_data_file(storage, metadata.files[file], int(metadata.blocks[1][file]), budget)
     except (OSError, CheckpointCorruptedError) as error:
         return [str(error)]
     threads = io_threads(1, waits=True)

@@ -18,6 +18,7 @@ from ..core.parts import Arranger
 from ..core.progress import Progress
 from ..core.threads import io_threads, run_all
 from ..errors import CheckpointCorruptedError
+from ..files.holes import HoleBudget
 from ..files.metadata import FileInfo
 from ..files.reader import entry_tasks
 from ..files.runs import OpenFile, open_data_file
@@ -78,10 +79,12 @@ class DataFiles(ExitStack):
         self._storage, self._rank = context.storage, context.session.rank
         self.tally = Tally()
         self.opened: dict[str, OpenFile] = {}
+        self._budget = HoleBudget()
 
     def forget(self) -> None:
         """Close all, since the load starts again."""
         self.opened.clear()
+        self._budget = HoleBudget()
         self.close()
 
     def open(self, expected: Sequence[tuple[FileInfo, int]]) -> dict[str, str]:
@@ -93,7 +96,7 @@ class DataFiles(ExitStack):
             if name in self.opened:
                 continue
             try:
-                opened = open_data_file(self._storage, info, blocks)
+                opened = open_data_file(self._storage, info, blocks, self._budget)
             except (OSError, CheckpointCorruptedError) as error:
                 if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                     raise OSError(

@@ -16,7 +16,7 @@ from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.errors import CheckpointCorruptedError
-from paddle_dist_ckpt.files.holes import Holes
+from paddle_dist_ckpt.files.holes import HoleBudget, Holes
 from paddle_dist_ckpt.files.reader import Consumer, StoredEntry, entry_tasks
 from paddle_dist_ckpt.files.runs import CHUNK_BYTES, STRAIGHT_BYTES, OpenFile
 from paddle_dist_ckpt.storage.local_files import LocalReadable
@@ -79,7 +79,9 @@ def opened(
     written = content.tobytes()
     digests = [xxhash.xxh3_64_intdigest(written[i : i + block_bytes]) for i in range(0, len(written), block_bytes)]
     file = InMemory(bytes(START) + (written if data is None else data), options.pop("hole", range(0)))
-    return OpenFile("f", file, START, np.array(digests, np.uint64), False, holes=Holes("f", file), **options), file
+    return OpenFile(
+        "f", file, START, np.array(digests, np.uint64), False, holes=Holes("f", file, HoleBudget()), **options
+    ), file
 
 
 def read(file: OpenFile, box: Box, block_bytes: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import filecmp
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,16 +24,19 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.buffers import Buffers
-from paddle_dist_ckpt.files.holes import Holes
+from paddle_dist_ckpt.files.holes import HoleBudget, Holes
 from paddle_dist_ckpt.files.metadata import FileInfo
 from paddle_dist_ckpt.folder.boxes import BoxReader
+from paddle_dist_ckpt.folder.selection import Selection
 from paddle_dist_ckpt.folder.verify import _check_foreign
+from paddle_dist_ckpt.loading.merged import load_merged
 from paddle_dist_ckpt.storage.local import LocalStorage
 from paddle_dist_ckpt.storage.local_files import LocalReadable
+from paddle_dist_ckpt.testing import NumpyAdapter
 from test.cli.commands import fails, run
 from test.jobs import load_whole
 from test.strategies import some
-from test.torture.budgets import bytes_on_disk
+from test.torture.budgets import bytes_on_disk, cost_of
 from test.torture.crafting import Entry, write_checkpoint
 
 _PAGE = b"x" * 4096
@@ -76,12 +80,55 @@ def test_a_part_of_a_file_counts_once(tmp_path: Path) -> None:
     assert file.hole_bytes(0, 2 << 20) == (2 << 20) - 4096
     assert file.hole_bytes(1 << 20, 4096) == 0
     assert file.hole_bytes(199 << 20, 5 << 20) == 1 << 20
-    holes = Holes("file", file)
+    holes = Holes("file", file, HoleBudget())
     for _ in range(9):
         holes.read(0, 40 << 20)
     with pytest.raises(CheckpointCorruptedError, match="file has 4096 bytes on the disk"):
         holes.read(40 << 20, 40 << 20)
     file.close()
+
+
+def _sharded_with_holes(folder: Path, files: int, mib: int) -> Path:
+    """Files of safetensors, with a page of something in every 2 MiB, as an export to them may be copied."""
+    folder.mkdir()
+    names = {f"w{i}": f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)}
+    for key, name in names.items():
+        entry = {"dtype": "U8", "shape": [mib << 20], "data_offsets": [0, mib << 20]}
+        header = json.dumps({key: entry}).encode().ljust(4088)
+        with (folder / name).open("wb") as stream:
+            stream.write(len(header).to_bytes(8, "little") + header)
+            for at in range(0, mib << 20, 2 << 20):
+                stream.seek(4096 + at)
+                stream.write(_PAGE)
+            stream.truncate(4096 + (mib << 20))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+def test_all_files_together_have_no_more_of_holes_than_there_is_on_the_disk(tmp_path: Path) -> None:
+    folder = _sharded_with_holes(tmp_path / "some", 4, 10)
+    assert {key: len(value) for key, value in load_whole(folder, flat=True).items()} == {
+        f"w{i}": 10 << 20 for i in range(4)
+    }
+    folder = _sharded_with_holes(tmp_path / "much", 6, 10)
+    with pytest.raises(CheckpointCorruptedError, match="in other blocks more holes than there is memory for"):
+        load_whole(folder, flat=True)
+    with pytest.raises(CheckpointCorruptedError, match="in other blocks more holes than there is memory for"):
+        export(folder, tmp_path / "out")
+
+
+def test_a_hole_that_is_converted_takes_no_memory(tmp_path: Path) -> None:
+    entry = Entry([64 << 20], [[]])
+    write_checkpoint(tmp_path / "hole", {"/w": entry}, block_bytes=64 << 20)
+    write_checkpoint(tmp_path / "small", {"/w": Entry([4], [[]])})
+    options = LoadOptions(recipes={"w": stored("w").cast("float64")})
+
+    def size(folder: Path) -> int:
+        return load_merged(LocalStorage(folder), NumpyAdapter(), None, Selection(), True, options)["w"].size
+
+    found = cost_of(size, tmp_path / "small", tmp_path / "hole")
+    assert found.outcome == str(64 << 20)
+    assert found.memory < 64 << 20
 
 
 def _same(first: Path, second: Path) -> bool:
@@ -251,7 +298,7 @@ def test_what_another_format_has_checksums_of_is_no_endless_hole(tmp_path: Path)
     with open(tmp_path / "hole.bin", "wb") as file:
         file.truncate(1 << 42)
     info, checksum = FileInfo("hole.bin", 1 << 42, ""), (0, 0, 1 << 42, 0)
-    (problem,) = _check_foreign(LocalStorage(tmp_path), info, [checksum], lambda nbytes: None)
+    (problem,) = _check_foreign(LocalStorage(tmp_path), info, [checksum], lambda nbytes: None, HoleBudget())
     assert "more holes than there is memory for" in problem
 
 
