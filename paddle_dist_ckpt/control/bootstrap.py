@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 from typing import Annotated, Protocol
 from urllib.parse import urlsplit
@@ -41,7 +42,7 @@ class Rendezvous(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         protocol: Version of the messages; the same on every rank.
-        endpoint: ``tcp://host:port``.
+        endpoint: ``tcp://host:port``, the host as a number.
         token: What the hub's key is made of; see :mod:`.keys`.
     """
 
@@ -65,12 +66,12 @@ def address_of(rendezvous: Rendezvous) -> tuple[str, int]:
     """The coordinator's host and port.
 
     Raises:
-        ValueError: the endpoint is none.
+        ValueError: the endpoint is none. The host is a number, for a name could take long to be looked up.
     """
     parts = urlsplit(rendezvous.endpoint)
     if parts.scheme != "tcp" or not parts.hostname or not parts.port:
         raise ValueError(f"{rendezvous.endpoint!r} is not an endpoint")
-    return parts.hostname, parts.port
+    return str(ipaddress.ip_address(parts.hostname)), parts.port
 
 
 def publish(store: BootstrapStore, key: str, rendezvous: Rendezvous, coordinator: int) -> None:

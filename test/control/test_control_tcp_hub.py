@@ -230,6 +230,7 @@ def test_the_coordinator_never_arrives_at_bootstrap(store: Store) -> None:
         msgspec.msgpack.encode([PROTOCOL, "tcp://x:1", b"short"]),
         msgspec.msgpack.encode([PROTOCOL, "tcp://x:99999", b"t" * 16]),
         msgspec.msgpack.encode([PROTOCOL, "ipc:///tmp/x", b"t" * 16]),
+        msgspec.msgpack.encode([PROTOCOL, "tcp://a.name.that.is.looked.up.invalid:1", b"t" * 16]),
     ],
 )
 def test_a_foreign_bootstrap_entry_is_refused(store: Store, value: bytes) -> None:
