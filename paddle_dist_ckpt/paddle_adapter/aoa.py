@@ -22,7 +22,7 @@ from ..core.box import Box, whole
 from ..core.dtypes import DTYPES, arithmetic_dtype, can_cast, dtype_named
 from ..core.parts import Arranged, IdleStatement, Part, SourceTensor, WantedTensor
 from ..errors import UnsupportedValueError
-from .aoa_statements import OF_PARTS, at_fault, check_counts, idle_statements
+from .aoa_statements import OF_PARTS, at_fault, check_counts, check_numbers, idle_statements
 from .sharded_weight import is_sharded_weight
 
 __all__ = ["PaddleArranger"]
@@ -222,6 +222,7 @@ def _engine(
             return inputs
 
     sources, destinations = _StoredParts(module, stored, config["aoa_statements"]), _wanted_parts(module, wanted)
+    check_numbers(config, stored)
     check_counts(module, config, sources, destinations)
     return Engine(config, sources, destinations)
 

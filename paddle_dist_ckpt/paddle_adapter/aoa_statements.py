@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
@@ -9,13 +10,16 @@ from typing import Any, NamedTuple
 
 from ..core.parts import IdleStatement
 
-__all__ = ["OF_PARTS", "at_fault", "check_counts", "idle_statements"]
+__all__ = ["OF_PARTS", "at_fault", "check_counts", "check_numbers", "idle_statements"]
 
 _LAST_OF_NAMES = 3  # macros of a priority up to this put names in the place of patterns; later ones rewrite statements
 _NOTHING = "_"
 OF_PARTS = ("fused_ffn", "fused_qkv_old")
 """Macros for which it matters how many parts a tensor is in."""
 _MOST_NAMES = 3  # in a message
+_LEAST_STATEMENTS = 1000  # that one may stand for
+_NUMBER = re.compile(r"\$[A-Z_]+")
+_NAME = re.compile(r"[A-Za-z_$][\w.$*]*")
 
 
 class _Line(NamedTuple):
@@ -53,6 +57,33 @@ def at_fault(config: Mapping[str, Any], try_out: Callable[[dict[str, Any]], obje
         middle = (passing + failing) // 2
         passing, failing = (passing, middle) if fails(middle) else (middle, failing)
     return statements[-failing if reverse else failing - 1]
+
+
+def check_numbers(config: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Refuse a statement that stands for very many more than there are tensors.
+
+    Paddle 3.3.1 makes one for each layer's number with each expert's, whether or not the layer has such an expert.
+
+    Args:
+        config: The ``aoa_config``.
+        stored: The stored tensors, by flat key.
+
+    Raises:
+        ValueError: there is such a statement.
+    """
+    for statement in config["aoa_statements"]:
+        for name in _NAME.findall(statement):
+            numbers = dict.fromkeys(_NUMBER.findall(name))
+            if len(numbers) < 2:
+                continue
+            pattern = re.compile(_NUMBER.sub(r"(\\d+)", re.escape(name).replace(r"\$", "$")))
+            found = list(zip(*(match.groups() for match in map(pattern.fullmatch, stored) if match), strict=True))
+            count = math.prod(len(set(values)) for values in found) if found else 0
+            if count > max(_LEAST_STATEMENTS, 2 * len(stored)):
+                raise ValueError(
+                    f"{statement!r} stands for {count:,} statements, one for all combinations of numbers in keys like "
+                    f"{name}, and the checkpoint has {len(stored):,} tensors; write several statements for fewer keys"
+                )
 
 
 def check_counts(
@@ -184,6 +215,6 @@ def _line(tokens: Sequence[Any], reverse: bool) -> _Line:
 def _patterns(module: ModuleType, statement: str) -> Iterable[str]:
     """Regular expressions of the keys that a statement names, of parameters and of their states."""
     states = "|".join(map(re.escape, module.OPTIMIZER_STATE_NAME))
-    for name in re.findall(r"[A-Za-z_$][\w.$*]*", statement):
+    for name in _NAME.findall(statement):
         text = re.sub(r"\\\$[A-Z_]+|\\\*", r"\\d+", re.escape(name))
         yield f"{text}(?:{states})?"

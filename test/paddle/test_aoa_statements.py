@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import LoadOptions, LoadReport, StateDictMismatchError, load_merged_state_dict, save_state_dict
+from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.core.parts import SourceTensor
+from paddle_dist_ckpt.paddle_adapter.aoa import PaddleArranger
 from test.paddle.layouts import Array
 from test.paddle.tensors import to_array
 from test.paddle.test_sharded_weight import assert_same, raise_first, saved, tensor_of
@@ -27,6 +30,16 @@ def zeros_like(arrays: dict[str, Array]) -> dict[str, Array]:
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_statement_that_stands_for_very_many_more_than_there_are_tensors_is_refused() -> None:
+    name = "l.$LAYER_ID.e.$EXPERT_ID.w"
+    stored = {f"l.{i}.e.{j}.w": SourceTensor((4, 4), DTYPES["float32"]) for i in range(40) for j in range(40)}
+    arranger = PaddleArranger({"aoa_statements": [f"{name}^T -> {name}"], "enable_traceback": False})
+    assert len(arranger.arrange(stored, None)) == 1600
+    stored = {f"l.{i}.e.{i}.w": one for i, one in enumerate(stored.values())}
+    with pytest.raises(ValueError, match=r"stands for 2,560,000 statements.*the checkpoint has 1,600 tensors"):
+        arranger.arrange(stored, None)
 
 
 # -- statements that nothing comes of ----------------------------------------------------------------------------------
