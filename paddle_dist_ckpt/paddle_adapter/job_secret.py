@@ -98,6 +98,8 @@ def _read(name: str) -> bytes:
         raise ValueError(f"${SECRET_FILE}: {name!r} has {size} bytes; a secret has {_SHORTEST} to {_LONGEST}")
     if not secret.strip():
         raise ValueError(f"${SECRET_FILE}: {name!r} has nothing but white space")
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        _logger.warning("$%s: others than the owner may write to %r, and so take part in the job", SECRET_FILE, name)
+    if mode & (stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH):
+        _logger.warning(
+            "$%s: others than the owner may read or write %r, and so take part in the job", SECRET_FILE, name
+        )
     return secret

@@ -426,12 +426,12 @@ def test_what_can_be_no_secret_is_refused_at_once(tmp_path: Path, content: bytes
                 os.close(os.open(tmp_path / "secret", os.O_RDWR | os.O_NONBLOCK))
 
 
-@pytest.mark.parametrize(("mode", "warned"), [(0o640, False), (0o620, True), (0o602, True)])
-def test_a_secret_that_others_may_write_is_warned_of(
+@pytest.mark.parametrize(("mode", "warned"), [(0o640, False), (0o620, True), (0o602, True), (0o644, True)])
+def test_a_secret_that_others_may_read_or_write_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
 ) -> None:
     (tmp_path / "secret").write_bytes(b"x" * 20)
     (tmp_path / "secret").chmod(mode)
     with caplog.at_level("WARNING", "paddle_dist_ckpt"):
         assert job_secret._read(str(tmp_path / "secret")) == b"x" * 20
-    assert ("others than the owner may write" in caplog.text) == warned
+    assert ("others than the owner may read or write" in caplog.text) == warned
