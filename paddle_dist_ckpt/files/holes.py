@@ -35,6 +35,7 @@ class Holes:
 
     Attributes:
         none: Whether it has none, as far as is known.
+        may_exceed: Whether it may have more than there is on the disk.
     """
 
     def __init__(self, name: str, file: ReadableFile, budget: HoleBudget) -> None:
@@ -42,7 +43,7 @@ class Holes:
         _, self._on_disk = what_is_on_disk(file, name)
         self.none = self._on_disk >= file.size
         self._left = self._on_disk
-        self._may_exceed = file.size - self._on_disk > self._left
+        self.may_exceed = file.size - self._on_disk > self._left
         self._seen = set[int]()
 
     def read(self, offset: int, nbytes: int) -> None:
@@ -51,7 +52,7 @@ class Holes:
         Raises:
             CheckpointCorruptedError: that is more than may be read.
         """
-        if not self._may_exceed:
+        if not self.may_exceed:
             return
         with self._budget.lock:
             if offset not in self._seen:

@@ -27,7 +27,7 @@ CHUNK_BYTES = 2 << 20  # so that a block is hashed while it is still in the cach
 STRAIGHT_BYTES = 16 << 20  # of what is cached and needs no buffer: between chunks Python takes a quarter of the time
 _WINDOW_BYTES = 256 << 10  # of what is cached: a core's own cache holds it, and where it came from, until it is hashed
 _MOST_SEGMENTS = 1 << 16
-_LEAST_HOLE = 64 << 10  # less is read sooner than looked at
+_LEAST_HOLE = 64 << 10  # less is read sooner than looked at, unless most of the file is holes
 GAP_BYTES = 4096  # a page: what lies between closer segments is read from the disk anyway
 
 
@@ -210,13 +210,13 @@ class Segments:
         Raises:
             CheckpointCorruptedError: they have to be read, and are holes for the most part, as too much was before.
         """
-        start, size = int(self.starts[first]), self._span(first, last)
-        if size < _LEAST_HOLE:
+        start, size, holes = int(self.starts[first]), self._span(first, last), self.file.holes
+        if size < _LEAST_HOLE and (holes is None or not holes.may_exceed):
             return False
         if self._known_zeros(first, last):
             return True
-        if self.file.holes is not None:
-            self.file.holes.read(self.file.data_start + start, size)
+        if holes is not None:
+            holes.read(self.file.data_start + start, size)
         return False
 
     def _known_zeros(self, first: int, last: int) -> bool:

@@ -6,6 +6,7 @@ import errno
 import filecmp
 import json
 import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,23 @@ def test_all_files_together_have_no_more_of_holes_than_there_is_on_the_disk(tmp_
         load_whole(folder, flat=True)
     with pytest.raises(CheckpointCorruptedError, match="in other blocks more holes than there is memory for"):
         export(folder, tmp_path / "out")
+
+
+def test_many_small_holes_count_as_a_large_one(tmp_path: Path) -> None:
+    """Tensors of 60 KB, each with something else behind it, so that they are not read together."""
+    array = pickle.dumps(np.zeros(15_000, np.float32), protocol=3)[2:-1]
+    begin, end = array.split(bytes(60_000))
+    with (tmp_path / "model.pdparams").open("wb") as stream:
+        stream.write(b"\x80\x03}")
+        for i in range(2000):
+            stream.write(b"X\x05\x00\x00\x00" + f"{i:05}".encode() + begin)
+            stream.seek(60_000, os.SEEK_CUR)
+            stream.write(end + b"sB" + (9000).to_bytes(4, "little"))  # bytes that nobody asks for
+            stream.seek(9000, os.SEEK_CUR)
+            stream.write(b"0")
+        stream.write(b".")
+    with pytest.raises(CheckpointCorruptedError, match="in other blocks more holes than there is memory for"):
+        load_whole(tmp_path, flat=True)
 
 
 def test_a_hole_that_is_converted_takes_no_memory(tmp_path: Path) -> None:
