@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tree": _TREE,
     "planning": _TREE,
     "storage": _TREE,
-    "control": _TREE,
+    "control": _TREE | {"version"},
     "paddle_adapter": _TREE | {"tree", "control"},
     "files": _FILES | {"version"},
     "readers": _TREE | {"tree", "storage", "planning"},

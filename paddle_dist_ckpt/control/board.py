@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from ..errors import CheckpointError
+from ..version import __version__
 from . import failures, wire
 from .appointment import Appointer, Attendances
 from .coordinator_table import CoordinatorTable
@@ -130,7 +131,7 @@ class Board(ABC):
         if self.broken is not None:
             session.fail(self.broken)
             return
-        self.post(wire.Open(session.number, session.kind, session.timeout))
+        self.post(wire.Open(session.number, session.kind, session.timeout, __version__))
         if self.table is not None:
             session.lead = self.table.sessions.get(session.number)
         if self.coordinator in self.lost:

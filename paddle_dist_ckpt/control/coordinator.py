@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Set
 
+from ..core.text import ranks_text
 from . import failures, wire
 from .wire import ErrorRecord, Message
 
@@ -55,6 +56,8 @@ class CoordinatorSession:
         self._due = now
         self._heard = dict.fromkeys(ranks, now)  # but for ranks that have closed it
         self.kinds: dict[int, str] = {}
+        self._libraries: dict[int, str] = {}  # by rank that has opened it
+        self._opened_unlike = False  # by different calls, or versions of this library
         self._round = 0
         self._names: dict[int, str] = {}
         self._answers: dict[int, bytes] = {}
@@ -107,6 +110,7 @@ class CoordinatorSession:
 
     def _on_open(self, rank: int, message: wire.Open, now: float) -> None:
         self.kinds[rank] = message.kind
+        self._libraries[rank] = message.library
         # The first to arrive waits longest: its timeout counts until the coordinator's own is known.
         if rank == self._coordinator or math.isinf(self._timeout):
             self._timeout = message.timeout
@@ -114,8 +118,9 @@ class CoordinatorSession:
             self._next_beat = now
         if self.waits:  # it may fail as those have that have waited for it
             self._judged_at = now + GRACE
-        if len(set(self.kinds.values())) > 1:
-            self._is_cut = True
+        first = next(iter(self.kinds))
+        if (message.kind, message.library) != (self.kinds[first], self._libraries[first]):
+            self._opened_unlike = self._is_cut = True
             self._begin_judging(now)
 
     def _on_answer(self, rank: int, message: wire.Answer, payload: bytes, now: float) -> None:
@@ -208,7 +213,7 @@ class CoordinatorSession:
     def _judge_if_due(self, now: float) -> None:
         if self.verdict is not None or not self.failing:
             return
-        said = self.kinds if len(set(self.kinds.values())) > 1 else self._answers
+        said = self.kinds if self._opened_unlike else self._answers
         awaited = self._heard.keys() - self._failures.keys() - said.keys() - self._missing(now)
         # Ranks that have not come yet are waited for, as in a session that goes well: when they came to one that is
         # over, the others would be in their next, and out of step.
@@ -231,7 +236,7 @@ class CoordinatorSession:
                 self._emit(rank, wire.Verdict(self._number, self.verdict, self.resume), b"")
 
     def _disagreement(self) -> ErrorRecord | None:
-        named = self._different_coordinators()
+        named = self._different_libraries() or self._different_coordinators()
         if named is not None:
             return named
         for said, what in ((self.kinds, "the call"), (self._names, f"round {self._round}")):
@@ -244,6 +249,18 @@ class CoordinatorSession:
                 )
                 return failures.record(f"ranks disagree about {what}: {lines}; {advice}{raised}")
         return None
+
+    def _different_libraries(self) -> ErrorRecord | None:
+        """Ranks whose messages may mean something else to each other; whatever else they disagree about follows."""
+        ranks: dict[str, list[int]] = {}
+        for rank, library in sorted(self._libraries.items()):
+            ranks.setdefault(library, []).append(rank)
+        if len(ranks) <= 1:
+            return None
+        lines = ", ".join(f"{ranks_text(those)}: {library or 'an earlier one'}" for library, those in ranks.items())
+        return failures.record(
+            f"ranks run different versions of paddle_dist_ckpt ({lines}); install the same one on every rank"
+        )
 
     def _different_coordinators(self) -> ErrorRecord | None:
         """Ranks whose calls name another coordinator, unless all name the same one. Ranks that name none mean this."""

@@ -32,6 +32,7 @@ from paddle_dist_ckpt.errors import (
     UnsupportedValueError,
 )
 from paddle_dist_ckpt.testing.in_process import InProcessWorld
+from paddle_dist_ckpt.version import __version__
 from test.rooms import PACKAGE
 
 RECORD = wire.ErrorRecord("OSError", "x", True, ("p",), (1,), ((2, wire.ErrorRecord("A", "b")),))
@@ -476,6 +477,33 @@ def test_what_a_rank_has_raised_is_told_beside_a_disagreement() -> None:
     assert session.verdict is not None
     assert session.verdict.message.startswith("ranks disagree about the call: ")
     assert session.verdict.message.endswith("; rank 1 failed: it failed")
+
+
+@pytest.mark.parametrize("other", ["0.2.0", ""])
+def test_ranks_that_run_different_versions_are_told_so(other: str) -> None:
+    """Nothing else is said, which would only follow from it: other names of calls, messages that are not understood."""
+    sent = list[tuple[int, wire.Message]]()
+    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, _: sent.append((rank, message)), 0.0)
+    session.handle(0, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
+    session.handle(1, wire.Open(0, "write", 10.0, other), b"", 0.0)
+    session.handle(2, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.1)
+    verdicts = {rank: message.error for rank, message in sent if isinstance(message, wire.Verdict)}
+    assert verdicts.keys() == {0, 1, 2}
+    assert {error.type_name for error in verdicts.values()} == {"CheckpointError"}
+    assert {error.message for error in verdicts.values()} == {
+        f"ranks run different versions of paddle_dist_ckpt (ranks 0, 2: 0.1.0, rank 1: {other or 'an earlier one'}); "
+        "install the same one on every rank"
+    }
+
+
+def test_a_rank_says_which_version_it_runs() -> None:
+    opened = list[wire.Message]()
+    world = InProcessWorld(2)
+    hub = world.hub(1)
+    hub._carry = lambda destination, message, payload: opened.append(message)  # type: ignore[method-assign]
+    with hub.session("save", 1.0):
+        pass
+    assert opened[0] == wire.Open(0, "save", 1.0, __version__)
 
 
 @pytest.mark.parametrize(
