@@ -15,7 +15,7 @@ import sys
 class NoPaddle(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "paddle":
-            raise ImportError(f"{name} is blocked")
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 sys.meta_path.insert(0, NoPaddle())
@@ -82,6 +82,14 @@ assert rebuilt.values == before.values
 assert ckpt.list_checkpoints(path) == [0]
 assert ckpt.verify(path).ok
 assert loaded_well()
+
+for needs_it in (lambda: ckpt.save_state_dict({"a": 1}, path), lambda: ckpt.load(path), ckpt.rng_state, ckpt.install):
+    try:
+        needs_it()
+    except ModuleNotFoundError as error:
+        assert error.name == "paddle" and "install paddlepaddle or paddlepaddle-gpu" in str(error), error
+    else:
+        raise AssertionError("it did without paddle")
 
 assert not any(name.partition(".")[0] == "paddle" for name in sys.modules)
 print("done")
