@@ -9,6 +9,18 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 
+# The oldest versions that pass the tests together. Of most, older ones lack something that is used (msgspec's convert,
+# tqdm's delay), which fails only when it is. typer brings its own click from 0.26 on; with some that others install,
+# the commands took wrong arguments without a word.
+REQUIRES = [
+    "ml_dtypes>=0.3.1",
+    "msgspec>=0.18",
+    "numpy>=1.24",
+    "rich>=13.8",
+    "tqdm>=4.58",
+    "typer>=0.26",
+    "xxhash>=3.0",
+]
 # Paddle's CPU and GPU builds are different distributions, and 3.x builds for GPUs come from Paddle's own index. So
 # neither is a plain requirement: whoever installs the library has one, or asks for it with an extra.
 EXTRAS = {
@@ -59,7 +71,7 @@ setup(
     packages=find_packages(include=["paddle_dist_ckpt", "paddle_dist_ckpt.*"]),
     package_data={"paddle_dist_ckpt": ["py.typed"], "paddle_dist_ckpt.report": ["assets/*"]},
     python_requires=">=3.10",
-    install_requires=["ml_dtypes", "msgspec", "numpy", "rich", "tqdm", "typer", "xxhash"],
+    install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["paddle-dist-ckpt = paddle_dist_ckpt.cli.main:main"]},
     classifiers=[

@@ -113,7 +113,7 @@ def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int) -> 
     try:
         found = msgspec.msgpack.decode(value, type=Rendezvous)
         address_of(found)
-    except ValueError as error:  # msgspec's own is one
+    except (ValueError, msgspec.DecodeError) as error:  # before msgspec 0.21 its own is none
         raise CheckpointError(f"the store's entry {key!r} is not a control hub's address: {error}") from error
     if found.protocol != PROTOCOL:
         raise CheckpointError(

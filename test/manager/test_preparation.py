@@ -83,7 +83,7 @@ def test_what_numpy_loads_late_is_there_before_the_first_plan() -> None:
 import sys, numpy as np
 from paddle_dist_ckpt.saving.preparing import Touching
 touching = Touching(np.zeros(1, np.uint8))
-assert "numpy.ma" not in sys.modules
+assert "numpy.ma" not in sys.modules or np.__version__ < "2"  # numpy 1 imports it with the rest
 touching.start()
 touching.join()
 assert "numpy.ma" in sys.modules
