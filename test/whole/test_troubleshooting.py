@@ -49,7 +49,7 @@ NOT_OURS = re.compile(r"paddle\.load|Optimizer set error|gloo|what\(\)|list inde
 NOT_PROVOKED = re.compile(
     r"not in the process group|earlier call was|control hub|earlier save|process was forked|Errno 24|cannot listen|"
     r"the coordinator: rank|denied: '/data/ro|cannot be had|free, and|no progress|"
-    r"bytes; \d+ were written|durability|an exchange that was given up"
+    r"bytes; \d+ were written|durability|an exchange that was given up|different versions"
 )
 """Errors that take other circumstances than a test has here: at least their text is in the source."""
 OF_THE_SYSTEM = re.compile(r"PermissionError: \[Errno 13\]")
@@ -130,6 +130,8 @@ def provoked(data: Path) -> Iterator[str]:
     yield from of_ranks_that_differ(data)
     (data / "afile").touch()
     yield error(lambda: save_alone(MODEL, data / "afile"))
+    (data / "link").symlink_to("/mnt/old")
+    yield error(lambda: save_alone(MODEL, data / "link"))
     yield error(lambda: CheckpointManager(data / "afile"))
     yield error(lambda: save_alone({"loader": object()}, data / "x"))
     yield from of_damage(data)
