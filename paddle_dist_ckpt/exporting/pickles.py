@@ -5,8 +5,8 @@ Only what Paddle's own files have: plain values, numpy arrays, instances of clas
 
 from __future__ import annotations
 
+import io
 import pickle  # noqa: TID251 (for its opcodes; nothing is read)
-import pickletools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,6 @@ _CODES = {
 }
 _PLAIN = (int, float, complex, str, bytes)
 _TUPLES = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
-_OF_EMPTY = (np.ndarray, (0,), b"b")  # what numpy has an empty array made of
 _OF_EMPTY = (np.ndarray, (0,), b"b")  # what numpy has an empty array made of
 _MOST_SHORT = 255  # of what is counted in one byte
 
@@ -72,9 +71,12 @@ def pickled(value: Any) -> list[bytes | ExportTensor]:
 
 
 def _inner(value: Any) -> bytes:
-    """A pickle without what begins and ends it, and without a memo of its own, which plain values do not need. Of
-    protocol 3, for protocol 4 has frames."""
-    return pickletools.optimize(pickle.dumps(value, 3))[2:-1]
+    """A pickle without what begins and ends it. Of protocol 3, for protocol 4 has frames."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 3)
+    pickler.fast = True  # so that it has no memo, whose places would be those of the whole
+    pickler.dump(value)
+    return file.getvalue()[2:-1]
 
 
 class _Writer:

@@ -219,3 +219,11 @@ def test_more_texts_than_one_byte_counts(tmp_path: Path) -> None:
     content = (tmp_path / "out.pdparams").read_bytes()
     assert alike(pickle.loads(content)["values"], values)
     assert b"numpy._core" not in content  # which older versions of numpy do not have
+
+
+def test_an_array_of_numpy_takes_no_place_in_the_memo(tmp_path: Path) -> None:
+    """In pickles of such arrays one thing stands twice: numpy makes empty ones of ``b"b"``."""
+    values = {"letters": np.array([b"b"]), "texts": ["a", "values", "letters", "texts"]}
+    save_alone({"values": values, "a": make_array((3,))}, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
+    assert alike(pickle.loads((tmp_path / "out.pdparams").read_bytes())["values"], values)
