@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -60,22 +61,24 @@ class KeyPattern:
     """A key with placeholders, each of which stands for a text without dots; one that is there again, for the same.
 
     Of several between two dots the first takes as much as it can, then the second, and so on. A regular expression
-    finds what they share; it would try all the ways to cut that, of which a key of a checkpoint may allow very many.
+    would try all the ways to cut what is there, of which a key of a checkpoint may allow very many. So it only finds
+    where that begins and ends; unless one of them is there again, for then it depends on the rest how it is cut.
 
     Args:
         key: The key.
     """
 
     def __init__(self, key: str) -> None:
-        self._cut: dict[int, list[str]] = {}  # by group, what has several placeholders
+        self._several: list[tuple[list[str], list[str]]] = []  # placeholders, and the texts between them
+        parts = [placeholders_between(part) for part in key.split(".")]
+        counts = Counter(name for pieces in parts for name in pieces[1::2])
         seen: set[str] = set()
         texts = []
-        for part in key.split("."):
-            pieces = placeholders_between(part)
-            if len(pieces) > 3:
-                self._cut[len(seen) + len(self._cut) + 1] = pieces
-                texts.append("([^.]+)")
-                continue
+        for pieces in parts:
+            names = pieces[1::2]
+            if len(names) > 1 and all(counts[name] == 1 for name in names):
+                self._several.append((names, pieces[2:-1:2]))
+                pieces = [pieces[0], names[0], pieces[-1]]
             text = re.escape(pieces[0])
             for name, after in zip(pieces[1::2], pieces[2::2], strict=True):
                 text += (f"(?P={name})" if name in seen else f"(?P<{name}>[^.]+)") + re.escape(after)
@@ -89,31 +92,21 @@ class KeyPattern:
         if match is None:
             return None
         found = match.groupdict()
-        return found if all(_cut(match[group], pieces, found) for group, pieces in self._cut.items()) else None
+        return found if all(_cut(found, names, between) for names, between in self._several) else None
 
 
-def _cut(text: str, pieces: Sequence[str], found: dict[str, str]) -> bool:
-    """Whether a text is like pieces, which are texts with names of placeholders in between; finds what those stand for
-    that are not found yet. From the end, so that the first takes most."""
-    fixed, names = [pieces[0]], list[str]()
-    for name, after in zip(pieces[1::2], pieces[2::2], strict=True):
-        if name in found:
-            fixed[-1] += found[name] + after
-        else:
-            names.append(name)
-            fixed.append(after)
-    begin, end = len(fixed[0]), len(text) - len(fixed[-1])
-    if len(set(names)) == 1:
-        found[names[0]] = text[begin : begin + (len(text) - sum(map(len, fixed))) // len(names)]
-    else:
-        for name, after in zip(reversed(names[1:]), reversed(fixed[1:-1]), strict=True):
-            at = text.rfind(after, begin + 1, max(0, end - 1))
-            if at < 0:
-                return False
-            found[name], end = text[at + len(after) : end], at
-        found.update((name, text[begin:end]) for name in names[:1])
-    parts = (found[name] + after for name, after in zip(names, fixed[1:], strict=True))
-    return fixed[0] + "".join(parts) == text and all(found[name] for name in names)
+def _cut(found: dict[str, str], names: Sequence[str], between: Sequence[str]) -> bool:
+    """Cut what the first of several placeholders has got for all of them; returns whether each gets something. It is
+    done from the end, so that the first keeps most."""
+    text = found[names[0]]
+    end = len(text)
+    for name, before in zip(reversed(names[1:]), reversed(between), strict=True):
+        at = text.rfind(before, 1, end - 1)
+        if at < 0:
+            return False
+        found[name], end = text[at + len(before) : end], at
+    found[names[0]] = text[:end]
+    return True
 
 
 def with_hint(problem: Mismatch, idle: Iterable[IdleStatement]) -> str:

@@ -863,6 +863,8 @@ def test_a_state_is_not_loaded_as_it_is_stored_where_a_recipe_moves_its_paramete
         ("{a}_{b}.{b}", "x_y_z.y_z", {"a": "x", "b": "y_z"}),
         ("{a}_{a}", "x_y_x_y", {"a": "x_y"}),
         ("{a}_{a}_", "x_y_", None),
+        ("{a}_{b}_{a}", "x_y_1_x_y", {"a": "x_y", "b": "1"}),
+        ("{a}_{b}.{a}_{c}", "x_y_1.x_w", {"a": "x", "b": "y_1", "c": "w"}),
         ("{a}_{b}_{c}", "_x_y", None),
         ("{a}_{b}", "x_.y", None),
         ("a.{b}", "a.", None),
