@@ -55,11 +55,12 @@ class Holes:
         if not self.may_exceed:
             return
         with self._budget.lock:
-            if offset not in self._seen:
-                self._seen.add(offset)
-                found = hole_bytes(self._file, offset, nbytes) or 0
-                self._budget.left -= max(0, found - self._left)
-                self._left = max(0, self._left - found)
+            is_new = offset not in self._seen
+            self._seen.add(offset)
+        found = (hole_bytes(self._file, offset, nbytes) or 0) if is_new else 0  # others need not wait for this file
+        with self._budget.lock:
+            self._budget.left -= max(0, found - self._left)
+            self._left = max(0, self._left - found)
             if self._left == 0 and self._budget.left < 0:
                 raise CheckpointCorruptedError(
                     f"{self._name} has {self._on_disk} bytes on the disk, and in other blocks more holes "

@@ -7,7 +7,10 @@ import filecmp
 import json
 import os
 import pickle
+import queue
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ from test.jobs import load_whole
 from test.strategies import some
 from test.torture.budgets import bytes_on_disk, cost_of
 from test.torture.crafting import Entry, write_checkpoint
+from test.waiting import PATIENCE
 
 _PAGE = b"x" * 4096
 
@@ -87,6 +91,33 @@ def test_a_part_of_a_file_counts_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorruptedError, match="file has 4096 bytes on the disk"):
         holes.read(40 << 20, 40 << 20)
     file.close()
+
+
+class _Slow(LocalReadable):
+    """A file that says where its holes are when another one has."""
+
+    def __init__(self, path: Path, others: threading.Barrier) -> None:
+        super().__init__(os.open(path, os.O_RDONLY), path, queue.SimpleQueue())
+        self._others = others
+
+    def hole_bytes(self, offset: int, nbytes: int) -> int:
+        self._others.wait(PATIENCE)
+        return super().hole_bytes(offset, nbytes)
+
+
+def test_no_file_waits_until_another_has_said_where_its_holes_are(tmp_path: Path) -> None:
+    """A network filesystem may have to ask its server; and all files share one budget."""
+    budget, both = HoleBudget(), threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        for name in ("a", "b"):
+            (tmp_path / name).touch()
+            os.truncate(tmp_path / name, 40 << 20)
+        files = [_Slow(tmp_path / name, both) for name in ("a", "b")]
+        reads = [pool.submit(Holes("file", file, budget).read, 0, 1 << 20) for file in files]
+        assert [read.result() for read in reads] == [None, None]
+    assert budget.left == (48 << 20) - (2 << 20)
+    for file in files:
+        file.close()
 
 
 def _sharded_with_holes(folder: Path, files: int, mib: int) -> Path:
