@@ -215,7 +215,8 @@ class Gate:
                 newcomer = _Newcomer(sock, now)
             except OSError:
                 self._turn_away(sock, "that left without a word")
-                entrants -= time.monotonic() >= until
+                if time.monotonic() >= until:
+                    entrants -= 1
                 continue
             entrants -= 1
             self._newcomers[sock.fileno()] = newcomer
