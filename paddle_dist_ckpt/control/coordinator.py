@@ -257,7 +257,7 @@ class CoordinatorSession:
             ranks.setdefault(library, []).append(rank)
         if len(ranks) <= 1:
             return None
-        lines = ", ".join(f"{ranks_text(those)}: {library or 'an earlier one'}" for library, those in ranks.items())
+        lines = ", ".join(f"{ranks_text(those)}: {library}" for library, those in ranks.items())
         return failures.record(
             f"ranks run different versions of paddle_dist_ckpt ({lines}); install the same one on every rank"
         )

@@ -97,7 +97,7 @@ def test_a_session_of_a_number_after_which_none_can_come_ends_the_connection(hub
     assert both(hubs) == [b"0", b"1"]
     with hubs[1].changed:
         (connection,) = hubs[1]._port.connections
-        connection.send(wire.encode(wire.Open((1 << 64) - 1, "save", LONG)), b"")
+        connection.send(wire.encode(wire.Open((1 << 64) - 1, "save", LONG, "0.1.0")), b"")
     with pytest.raises(CheckpointError, match="rank 1"):
         one_round(hubs[0])
     until(lambda: both(hubs) == [b"0", b"1"], PATIENCE, "a round over a new connection")
