@@ -58,6 +58,7 @@ class Relay:
 
     def close(self) -> None:
         """End all connections."""
+        self._listening.shutdown(socket.SHUT_RDWR)  # closing alone leaves a thread that accepts
         self._listening.close()
         self.heal()
         self._end_all()
