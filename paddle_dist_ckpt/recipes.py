@@ -28,12 +28,12 @@ __all__ = [
     "filled",
     "fold",
     "placeholders",
-    "placeholders_between",
     "split",
     "stack",
     "stored",
     "stored_keys",
     "text_of",
+    "texts_and_placeholders",
 ]
 
 T = TypeVar("T")
@@ -395,8 +395,8 @@ def placeholders(key: str) -> list[str]:
     return list(dict.fromkeys(_PLACEHOLDER.findall(key)))
 
 
-def placeholders_between(key: str) -> list[str]:
-    """A key as the texts between its placeholders, with the names of these between the texts."""
+def texts_and_placeholders(key: str) -> list[str]:
+    """The texts of a key and the names of its placeholders in turn, beginning and ending with a text."""
     return _PLACEHOLDER.split(key)
 
 

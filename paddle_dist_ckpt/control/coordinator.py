@@ -56,7 +56,7 @@ class CoordinatorSession:
         self._due = now
         self._heard = dict.fromkeys(ranks, now)  # but for ranks that have closed it
         self.kinds: dict[int, str] = {}
-        self._libraries: dict[int, str] = {}  # by rank that has opened it
+        self._versions: dict[int, str] = {}  # by rank that has opened it
         self._opened_unlike = False  # by different calls, or versions of this library
         self._round = 0
         self._names: dict[int, str] = {}
@@ -110,7 +110,7 @@ class CoordinatorSession:
 
     def _on_open(self, rank: int, message: wire.Open, now: float) -> None:
         self.kinds[rank] = message.kind
-        self._libraries[rank] = message.library
+        self._versions[rank] = message.version
         # The first to arrive waits longest: its timeout counts until the coordinator's own is known.
         if rank == self._coordinator or math.isinf(self._timeout):
             self._timeout = message.timeout
@@ -119,7 +119,7 @@ class CoordinatorSession:
         if self.waits:  # it may fail as those have that have waited for it
             self._judged_at = now + GRACE
         first = next(iter(self.kinds))
-        if (message.kind, message.library) != (self.kinds[first], self._libraries[first]):
+        if (message.kind, message.version) != (self.kinds[first], self._versions[first]):
             self._opened_unlike = self._is_cut = True
             self._begin_judging(now)
 
@@ -236,7 +236,7 @@ class CoordinatorSession:
                 self._emit(rank, wire.Verdict(self._number, self.verdict, self.resume), b"")
 
     def _disagreement(self) -> ErrorRecord | None:
-        named = self._different_libraries() or self._different_coordinators()
+        named = self._different_versions() or self._different_coordinators()
         if named is not None:
             return named
         for said, what in ((self.kinds, "the call"), (self._names, f"round {self._round}")):
@@ -250,14 +250,14 @@ class CoordinatorSession:
                 return failures.record(f"ranks disagree about {what}: {lines}; {advice}{raised}")
         return None
 
-    def _different_libraries(self) -> ErrorRecord | None:
+    def _different_versions(self) -> ErrorRecord | None:
         """Ranks whose messages may mean something else to each other; whatever else they disagree about follows."""
         ranks: dict[str, list[int]] = {}
-        for rank, library in sorted(self._libraries.items()):
-            ranks.setdefault(library, []).append(rank)
+        for rank, version in sorted(self._versions.items()):
+            ranks.setdefault(version, []).append(rank)
         if len(ranks) <= 1:
             return None
-        lines = ", ".join(f"{ranks_text(those)}: {library}" for library, those in ranks.items())
+        lines = ", ".join(f"{ranks_text(those)}: {version}" for version, those in ranks.items())
         return failures.record(
             f"ranks run different versions of paddle_dist_ckpt ({lines}); install the same one on every rank"
         )

@@ -84,13 +84,13 @@ class ErrorRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Open(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """I have opened the session; ``kind`` is what I am doing, ``timeout`` (seconds) my longest silence, ``library`` the
-    version of this library that I run."""
+    """I have opened the session; ``kind`` is what I am doing, ``timeout`` (seconds) my longest silence, and ``version``
+    that of this library which I run."""
 
     session: Number
     kind: Text
     timeout: float
-    library: Annotated[str, msgspec.Meta(max_length=MAX_TOPIC)]
+    version: Annotated[str, msgspec.Meta(max_length=MAX_TOPIC)]
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..core.parts import IdleStatement
 from ..planning.recipe_parts import FilledRecipe
-from ..recipes import Recipe, filled, placeholders, placeholders_between, stored_keys
+from ..recipes import Recipe, filled, placeholders, stored_keys, texts_and_placeholders
 from .messages import Mismatch
 
 __all__ = ["KeyPattern", "Matching", "match_recipes", "with_hint"]
@@ -70,7 +70,7 @@ class KeyPattern:
 
     def __init__(self, key: str) -> None:
         self._several: list[tuple[list[str], list[str]]] = []  # placeholders, and the texts between them
-        parts = [placeholders_between(part) for part in key.split(".")]
+        parts = [texts_and_placeholders(part) for part in key.split(".")]
         counts = Counter(name for pieces in parts for name in pieces[1::2])
         seen: set[str] = set()
         texts = []
