@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle  # noqa: TID251 (for its opcodes; nothing is read)
+import struct
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,8 @@ class _Writer:
             self._text += pickle.NEWTRUE if value else pickle.NEWFALSE
         elif type(value) is int:
             self._write_int(value)
+        elif type(value) is float:
+            self._text += pickle.BINFLOAT + struct.pack(">d", value)
         elif type(value) is tuple:
             self._write_tuple(value)
         elif isinstance(value, ExportTensor):

@@ -205,7 +205,13 @@ def test_very_many_small_tensors_are_read_again(format: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("n", [0, 1, 255, 256, 65_536, 2**31 - 1, 2**31, -1, -(2**31), -(2**31) - 1, 2**70, True])
 def test_numbers_and_texts_of_all_lengths(n: int, tmp_path: Path) -> None:
-    values = {"n": n, "shapes": [(n, 1), (n, True), (n, 1), (1,) * 4, ()], "x": "y" * (n % 300), "text": "\ud800ö"}
+    values = {
+        "n": n,
+        "shapes": [(n, 1), (n, True), (n, 1), (1,) * 4, ()],
+        "x": "y" * (n % 300),
+        "text": "\ud800ö",
+        "half": n / 2,
+    }
     save_alone({"values": values, "a": make_array((3,))}, tmp_path / "ckpt")
     export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
     assert alike(pickle.loads((tmp_path / "out.pdparams").read_bytes())["values"], values)
