@@ -133,6 +133,8 @@ def provoked(data: Path) -> Iterator[str]:
     (data / "link").symlink_to("/mnt/old")
     yield error(lambda: save_alone(MODEL, data / "link"))
     yield error(lambda: CheckpointManager(data / "afile"))
+    (data / "link").symlink_to("/mnt/old")
+    yield error(lambda: save_alone(MODEL, data / "link"))
     yield error(lambda: save_alone({"loader": object()}, data / "x"))
     yield from of_damage(data)
     yield from of_values(data)
