@@ -22,6 +22,8 @@ __all__ = ["MemberPort"]
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
 _ATTEMPT_SECONDS = 10.0
+_REFUSALS = 3
+"""So often a rank must have been turned away to believe it: a byte damaged on the way looks like a wrong key."""
 _REFUSED = {
     Status.UNPROVEN: "rank {coordinator}, the coordinator, turned rank {rank} away, which has another control secret; "
     "all ranks of the job must have the same one",
@@ -51,6 +53,7 @@ class MemberPort(Port):
         self._standing: list[Connection] = []  # one or none, as of the next
         self._attempts: list[Introduction] = []
         self._was_welcome = False
+        self._refusals = 0
         self._next_attempt = 0.0
         self._attempt_ends = math.inf
         self._pause = _FIRST_PAUSE
@@ -114,8 +117,10 @@ class MemberPort(Port):
         if attempt.status is None:
             self._selector.modify(attempt.socket, attempt.interest)
             return
-        if attempt.status != Status.WELCOME and self._was_welcome:
-            raise ConnectionError("refused, although nothing has changed: something was lost on the way")
+        if attempt.status != Status.WELCOME:
+            self._refusals += 1
+            if self._was_welcome or self._refusals < _REFUSALS:
+                raise ConnectionError("refused: something may have been lost or damaged on the way")
         self._selector.unregister(attempt.socket)
         self._attempts.clear()
         if attempt.status != Status.WELCOME:

@@ -135,6 +135,15 @@ def test_a_frame_altered_on_the_way_ends_the_connection(store: Store, caplog: py
     proxy.close()
 
 
+def test_a_rank_whose_first_handshake_is_altered_on_the_way_is_not_turned_away_for_good(store: Store) -> None:
+    hubs, proxy = relayed(store, altered_connections=1)
+    assert both(hubs) == [b"0", b"1"]
+    assert hubs[0].unproven == set()
+    for hub in reversed(hubs):
+        hub.close()
+    proxy.close()
+
+
 @pytest.mark.parametrize("secrets", [(b"one", b"another"), (b"one", b""), (b"", b"another")])
 def test_a_rank_with_another_secret_is_turned_away_and_all_are_told(store: Store, secrets: tuple[bytes, bytes]) -> None:
     hubs = [make(rank, store, secret=secret) for rank, secret in enumerate(secrets)]
@@ -271,6 +280,7 @@ class Proxy:
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._open: list[socket.socket] = []
         self.altered = False
+        self.altered_connections = 0
         self.tells_ends = True
         self.open = threading.Event()
         self.open.set()
@@ -284,14 +294,15 @@ class Proxy:
                 return
             far = socket.create_connection(self._target)
             self._open += [near, far]
+            altered, self.altered_connections = self.altered_connections > 0, self.altered_connections - 1
             for pair in ((near, far), (far, near)):
-                threading.Thread(target=self._relay, args=pair, daemon=True).start()
+                threading.Thread(target=self._relay, args=(*pair, altered), daemon=True).start()
 
-    def _relay(self, source: socket.socket, target: socket.socket) -> None:
+    def _relay(self, source: socket.socket, target: socket.socket, altered: bool) -> None:
         try:
             while data := source.recv(65536):
                 self.open.wait()
-                target.sendall(data[:-1] + bytes([data[-1] ^ 1]) if self.altered else data)
+                target.sendall(data[:-1] + bytes([data[-1] ^ 1]) if altered or self.altered else data)
             if self.tells_ends:
                 target.shutdown(socket.SHUT_WR)  # as a network passes on that one side has nothing more to say
         except OSError:
@@ -318,11 +329,12 @@ class Proxy:
         self.cut()
 
 
-def relayed(store: Store) -> tuple[list[TcpHub], Proxy]:
-    """Two hubs, and the relay between them."""
+def relayed(store: Store, altered_connections: int = 0) -> tuple[list[TcpHub], Proxy]:
+    """Two hubs, and the relay between them, which alters what goes over the first connections."""
     coordinator = make(0, store)
     found = store.rendezvous()
     proxy = Proxy(found.endpoint)
+    proxy.altered_connections = altered_connections
     store.set("k", msgspec.msgpack.encode(msgspec.structs.replace(found, endpoint=proxy.endpoint)))
     hubs = [coordinator, make(1, store)]
     return hubs, proxy
