@@ -34,6 +34,7 @@ _TURN_BYTES = 1 << 22
 _TURN_READS = 256
 _READ_BYTES = 1 << 18
 _BUFFERS = 64  # the system takes up to 1024 at once
+_LONGEST_SILENCE = (1 << 31) - 1  # in milliseconds, as the system takes it
 
 
 def tune(sock: socket.socket) -> None:
@@ -80,6 +81,13 @@ class Connection:
         self._pieces: list[bytes] = []  # of the part of a frame that is coming
         self._parts: list[bytes] = []  # of the frame that is coming
         self._missing = _PREFIX_BYTES
+
+    def tolerate(self, seconds: float) -> None:
+        """Let the system end the connection when the peer's has not taken what was sent for so long."""
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            with contextlib.suppress(OSError):  # it has been closed
+                milliseconds = int(min(1000 * seconds, _LONGEST_SILENCE))
+                self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     @property
     def blocked(self) -> bool:

@@ -19,6 +19,7 @@ from . import bootstrap, failures
 from .board import Board
 from .bootstrap import BootstrapStore
 from .coordinator_port import CoordinatorPort
+from .member import MemberSession
 from .member_port import MemberPort
 from .port import Port
 from .session import LONGEST_WAIT
@@ -107,6 +108,10 @@ class TcpHub(Board):
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
             _logger.warning("the control hub's thread has not ended within %d s and is left behind", _CLOSE_SECONDS)
+
+    def open(self, session: MemberSession) -> None:
+        super().open(session)
+        self._port.tolerate(max(one.timeout for one in self._sessions.values()))
 
     def _carry(self, destination: int, message: Message, payload: bytes) -> None:
         if not self._closed:

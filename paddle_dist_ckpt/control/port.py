@@ -5,6 +5,10 @@ Who notices what, and why it is not left to another:
 - A connection that was ended is noticed when the system says so, on both sides. The member connects again.
 - A host that has vanished without a word, or a firewall that has forgotten a quiet connection, is noticed by TCP's own
   keepalive, between sessions.
+- A connection on which nothing gets through any more is ended by the system, a little later than a session fails for
+  that (see :meth:`Port.tolerate`). Else it would stay, and every later session would fail for it too: the system sends
+  again ever more seldom, every two minutes at last, and gives up after a quarter of an hour; if the peer's host is
+  there, but takes nothing, never.
 - Silence within a session is noticed by the beats of the hub's thread (see :mod:`.member`), which carry more than life:
   that the rank still takes part in it, and that its collectives move.
 - What was sent before a hub is closed is waited for until the peers' systems have it. A process that ends without that
@@ -33,6 +37,7 @@ __all__ = ["LINGER_SECONDS", "Port"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 LINGER_SECONDS = 5.0
 _LINGER_STEP = 0.005
+_LATER = 1.0
 
 
 class Port(ABC):
@@ -47,6 +52,7 @@ class Port(ABC):
         self._ready: list[tuple[Connection, int]] = []
         self._blocked: set[Connection] = set()
         self._knocked = False  # somebody who is no connection yet
+        self._tolerated: float | None = None
 
     @property
     @abstractmethod
@@ -70,6 +76,14 @@ class Port(ABC):
     def blocked(self) -> bool:
         """Whether something was sent that the system has not taken, and the thread does not know of it."""
         return bool(self._blocked)
+
+    def tolerate(self, seconds: float) -> None:
+        """From now on end connections on which nothing has got through for so long, and a little longer, so that those
+        who wait for the peer find out by themselves. Called under the board's lock."""
+        if seconds + _LATER != self._tolerated:
+            self._tolerated = seconds + _LATER
+            for connection in self.connections:
+                connection.tolerate(self._tolerated)
 
     def wait(self, seconds: float) -> None:
         """Sleep until something comes, and read it. Called by the thread, without the lock."""
@@ -127,6 +141,8 @@ class Port(ABC):
 
     def _add(self, connection: Connection) -> None:
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+        if self._tolerated is not None:
+            connection.tolerate(self._tolerated)
 
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection.socket)

@@ -374,6 +374,36 @@ def test_a_connection_that_breaks_fails_the_session_and_comes_back(store: Store)
     proxy.close()
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such limit")
+def test_a_connection_on_which_nothing_gets_through_is_ended_and_another_one_made(store: Store) -> None:
+    """And what was to be sent over it does not stay in memory."""
+    hubs, proxy = relayed(store)
+    assert both(hubs) == [b"0", b"1"]
+    (before,) = hubs[0]._port.connections
+    large = bytes(64 << 20)  # more than the systems take that nobody reads
+
+    def fail(hub: TcpHub) -> None:
+        def combine(parts: Mapping[int, bytes]) -> Mapping[int, bytes]:
+            proxy.open.clear()
+            return dict.fromkeys(parts, large)
+
+        with pytest.raises(CheckpointTimeoutError), hub.session("load", 1.0) as session:
+            session.gather_scatter("r", lambda: b"", combine)
+            if session.rank == 0:  # it has its own reply
+                session.gather_scatter("next", lambda: b"", combine)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(fail, hubs))
+    until(lambda: before not in hubs[0]._port.connections, PATIENCE, "the end of the connection")
+    assert before.ended
+    proxy.cut()
+    proxy.open.set()
+    until(lambda: both(hubs) == [b"0", b"1"], PATIENCE, "a round over a new connection")
+    for hub in reversed(hubs):
+        hub.close()
+    proxy.close()
+
+
 def test_a_rank_that_connects_again_before_its_connection_is_known_to_be_lost_fails_the_session_for_all(
     store: Store,
 ) -> None:
