@@ -231,6 +231,17 @@ class Board(ABC):
                 self._handle(source, message, payload)
             self.settle()
 
+    def hear(self, rank: int) -> None:
+        """A part of a message has come from ``rank``, whose beats wait behind the rest."""
+        with self.lock:
+            now = time.monotonic()
+            if self.table is not None:
+                for session in self.table.sessions.values():
+                    session.hear(rank, now)
+            else:
+                for own in self._sessions.values():
+                    own.hear(now)
+
     def _receive(self, message: Message, payload: bytes) -> None:
         """Take in a message from the coordinator."""
         if isinstance(message, wire.Appointed):

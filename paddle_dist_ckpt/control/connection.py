@@ -66,6 +66,7 @@ class Connection:
     Attributes:
         inbox: Messages and payloads that have come.
         ended: Nothing more will come.
+        amid_frame: A part of a frame has come, and not yet the rest.
     """
 
     def __init__(self, sock: socket.socket, sending: Seal, receiving: Seal, rank: int, process: bytes = b"") -> None:
@@ -81,6 +82,10 @@ class Connection:
         self._pieces: list[bytes] = []  # of the part of a frame that is coming
         self._parts: list[bytes] = []  # of the frame that is coming
         self._missing = _PREFIX_BYTES
+
+    @property
+    def amid_frame(self) -> bool:
+        return bool(self._parts or self._pieces)
 
     def tolerate(self, seconds: float) -> None:
         """Let the system end the connection when the peer's has not taken what was sent for so long."""

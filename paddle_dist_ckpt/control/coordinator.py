@@ -108,6 +108,12 @@ class CoordinatorSession:
             self._on_bye(rank, now)
         self._judge_if_due(now)
 
+    def hear(self, rank: int, now: float) -> None:
+        """Note that a part of a message has come from ``rank``. It is no news of a session that the rank is not in."""
+        if rank in self.kinds and rank in self._heard:
+            self._notice_own_sleep(now)
+            self._heard[rank] = now
+
     def _on_open(self, rank: int, message: wire.Open, now: float) -> None:
         self.kinds[rank] = message.kind
         self._versions[rank] = message.version

@@ -44,6 +44,7 @@ class MemberSession:
         self._next_beat = self._due = now + timeout / BEATS_PER_TIMEOUT
         self.moved_since: Callable[[float], bool] | None = None
         self.group_moved = now
+        self._coordinator_came = False
         self._coordinator_left = False
         self.opener = 0
         self.may_collect = True
@@ -54,6 +55,7 @@ class MemberSession:
     def handle(self, message: Message, payload: bytes, now: float) -> None:
         """Take in a message from the coordinator."""
         self._heard = now
+        self._coordinator_came = True
         if isinstance(message, wire.Beat) and message.moved:
             self.group_moved = now
         if isinstance(message, wire.Reply):
@@ -63,6 +65,11 @@ class MemberSession:
         elif isinstance(message, wire.Bye):
             self._coordinator_left = True
             self._give_up_on_round()
+
+    def hear(self, now: float) -> None:
+        """Note that a part of a message has come. It is no news of a session that the coordinator has not come to."""
+        if self._coordinator_came:
+            self._heard = now
 
     def fail(self, error: ErrorRecord) -> None:
         """End the session; the first verdict counts."""

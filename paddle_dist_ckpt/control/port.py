@@ -10,7 +10,8 @@ Who notices what, and why it is not left to another:
   again ever more seldom, every two minutes at last, and gives up after a quarter of an hour; if the peer's host is
   there, but takes nothing, never.
 - Silence within a session is noticed by the beats of the hub's thread (see :mod:`.member`), which carry more than life:
-  that the rank still takes part in it, and that its collectives move.
+  that the rank still takes part in it, and that its collectives move. Beats wait behind a large message on a slow
+  network, so the parts of that are news of the rank as well.
 - What was sent before a hub is closed is waited for until the peers' systems have it. A process that ends without that
   may take it along; so what must not get lost is acknowledged (see :meth:`.board.Board.leave`).
 """
@@ -113,6 +114,8 @@ class Port(ABC):
                 if not connection.blocked:
                     self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
             self._deliver(connection, board)
+            if connection.amid_frame and events & selectors.EVENT_READ:
+                board.hear(connection.rank)
             if connection.ended:
                 # IMPORTANT: what a rank sent before its connection ended counts, a farewell above all.
                 self._drop(connection)

@@ -20,6 +20,7 @@ import pytest
 
 from paddle_dist_ckpt.control import TcpHub, keys, member_port, wire
 from paddle_dist_ckpt.control.bootstrap import Rendezvous, address_of
+from paddle_dist_ckpt.control.coordinator import CoordinatorSession
 from paddle_dist_ckpt.control.gate import Gate
 from paddle_dist_ckpt.control.introduction import Introduction
 from paddle_dist_ckpt.control.keys import PROTOCOL
@@ -402,6 +403,34 @@ def test_a_connection_on_which_nothing_gets_through_is_ended_and_another_one_mad
     for hub in reversed(hubs):
         hub.close()
     proxy.close()
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_part_of_a_message_is_news_of_a_rank(hubs: list[TcpHub], sender: int) -> None:
+    """Its beats may wait behind the rest of a large message for longer than the timeout."""
+    table = hubs[0].table
+    assert table is not None
+    assert both(hubs) == [b"0", b"1"]
+    with hubs[1].session("save", LONG) as member, hubs[0].session("save", LONG):
+        until(lambda: len(table.sessions[1].kinds) == 2 and member._member._coordinator_came, what="both")
+        heard = (lambda: member._member._heard) if sender == 0 else (lambda: table.sessions[1]._heard[1])
+        (connection,) = hubs[sender]._port.connections
+        before = heard()
+        for part in (b"\0", b"\0\0", b"\0"):
+            connection.socket.send(part)
+            until(lambda: heard() > before, what="news")  # noqa: B023
+            before = heard()
+
+
+def test_a_part_of_a_message_is_no_news_of_a_rank_in_a_session_that_it_has_not_opened() -> None:
+    session = CoordinatorSession(0, (0, 1), 0, lambda to, message, payload: None, 0.0)
+    session.handle(0, wire.Open(0, "save", 1.0), b"", 0.0)
+    for tenths in range(16):
+        session.handle(0, wire.Beat(0), b"", tenths / 10)
+        session.hear(1, tenths / 10)
+        session.tick(tenths / 10)
+    assert session.verdict is not None
+    assert session.verdict.missing_ranks == (1,)
 
 
 def test_a_rank_that_connects_again_before_its_connection_is_known_to_be_lost_fails_the_session_for_all(
