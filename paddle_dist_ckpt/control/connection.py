@@ -120,6 +120,8 @@ class Connection:
         except OSError:
             self._mute = True
             self._unsent.clear()
+            with contextlib.suppress(OSError):  # else nothing might tell that it is of no use any more
+                self.socket.shutdown(socket.SHUT_RDWR)
 
     def _advance(self, sent: int) -> None:
         while sent:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import socket
 import threading
 import time
@@ -121,6 +123,29 @@ def test_damaged_lengths_are_seen_at_once(ends: tuple[Connection, Connection], b
     with pytest.raises(ConnectionError, match="a frame"):
         coordinator.receive()
     assert not coordinator.inbox
+
+
+def test_a_connection_over_which_a_message_could_not_be_sent_ends_after_what_has_come(
+    ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the system says nothing of it to those who receive: nothing would ever be sent again."""
+
+    class Failing:
+        def __init__(self, sock: socket.socket) -> None:
+            self.recv, self.shutdown = sock.recv, sock.shutdown
+
+        def sendmsg(self, *_: object) -> int:
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    member, coordinator = ends
+    coordinator.send(b"message", b"")
+    monkeypatch.setattr(member, "socket", Failing(member.socket))
+    member.send(b"another", b"")
+    member.receive()
+    coordinator.receive()
+    assert member.inbox == [(b"message", b"")]
+    assert member.ended
+    assert coordinator.ended
 
 
 def test_a_frame_is_not_taken_by_its_sender(ends: tuple[Connection, Connection]) -> None:
