@@ -424,7 +424,7 @@ def test_a_part_of_a_message_is_news_of_a_rank(hubs: list[TcpHub], sender: int) 
 
 def test_a_part_of_a_message_is_no_news_of_a_rank_in_a_session_that_it_has_not_opened() -> None:
     session = CoordinatorSession(0, (0, 1), 0, lambda to, message, payload: None, 0.0)
-    session.handle(0, wire.Open(0, "save", 1.0), b"", 0.0)
+    session.handle(0, wire.Open(0, "save", 1.0, "1"), b"", 0.0)
     for tenths in range(16):
         session.handle(0, wire.Beat(0), b"", tenths / 10)
         session.hear(1, tenths / 10)

@@ -232,7 +232,7 @@ def test_a_load_of_many_values_takes_time_in_proportion(tmp_path: Path) -> None:
 def test_as_many_patterns_as_keys_take_time_in_proportion() -> None:
     keys = {f"layers.{i}.weight": f"/layers.{i}.weight" for i in range(6000)}
     patterns, found = [key.replace("weight", "w*[ht]") for key in keys], dict[str, str]()
-    assert seconds_of(lambda: found.update(select_keys(keys, Selection(None, patterns)))) < 0.5 * slowness()
+    assert seconds_of(lambda: found.update(select_keys(keys, Selection(None, patterns)))) < 2 * slowness()
     assert found == keys
 
 
