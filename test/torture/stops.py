@@ -25,7 +25,7 @@ from .strikes import Strike
 NAME = "stops"
 CASES = ((Case(1, None), None), (Case(1, 1), 1), (Case(1, 2), None), (Case(2, 1), None))
 """A save, and the id of the one that takes it for dead."""
-PERIOD = 120
+PERIOD = 160
 """More than any save makes calls: so many seeds stop one at all of its calls, each of the cases in turn."""
 _OTHER = 4
 
