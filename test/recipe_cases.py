@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from paddle_dist_ckpt import Recipe, concat, split, stack, stored
-from test.jobs import make_array
+from test.jobs import make_array, save_on, split_rows
 
 Arrays = dict[str, np.ndarray]
 SAVED: Arrays = {
@@ -89,3 +90,10 @@ MADE: dict[str, tuple[Recipe, Callable[[Arrays], np.ndarray]]] = {
 def expected(name: str) -> np.ndarray:
     """What numpy makes of it."""
     return np.array(MADE[name][1](SAVED), order="C")
+
+
+def save_in_rows(arrays: Arrays, path: Path) -> Path:
+    """Save arrays on two ranks, each some rows of each; returns the folder."""
+    parts = {key: split_rows(array, 2) if array.size > 1 else [array, array] for key, array in arrays.items()}
+    save_on([{key: part[rank] for key, part in parts.items()} for rank in range(2)], path)
+    return path

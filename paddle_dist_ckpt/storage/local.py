@@ -258,39 +258,23 @@ def give_name(source: Path, target: Path) -> bool:
     """Give ``source`` the name ``target`` unless it is taken; it may keep the old name. Returns whether it was free."""
     with about(source):
         status = source.stat()
-    try:
-        with about(target):
-            os.link(source, target)
-    except OSError as error:
-        if _is_file(target, status):
-            _logger.debug("%s: the link was made, though the answer was: %s", target, error)
+    for give, lacks_it in ((os.link, _NO_LINKS), (rename_noreplace, _NO_FLAGS)):
+        try:
+            with about(target):
+                give(source, target)
             return True
-        if isinstance(error, FileExistsError):
-            return False
-        if error.errno not in _NO_LINKS:
-            raise
-        _logger.debug("%s: no hard links here, so a rename publishes it", target)
-        return _rename_if_free(source, target, status)
-    return True
-
-
-def _rename_if_free(source: Path, target: Path, status: os.stat_result) -> bool:
-    """Rename a file of this status unless the new name is taken; returns whether it was free."""
-    try:
-        with about(target):
-            rename_noreplace(source, target)
-    except OSError as error:
-        if _is_file(target, status):
-            _logger.debug("%s: the rename was done, though the answer was: %s", target, error)
-            return True
-        if isinstance(error, FileExistsError):
-            return False
-        if error.errno not in _NO_FLAGS:
-            raise
-        _logger.debug("%s: nor does a rename look by itself whether the name is taken", target)
-        if target.exists():
-            return False
-        rename(source, target)
+        except OSError as error:
+            if _is_file(target, status):
+                _logger.debug("%s: the name was given, though the answer was: %s", target, error)
+                return True
+            if isinstance(error, FileExistsError):
+                return False
+            if error.errno not in lacks_it:
+                raise
+            _logger.debug("%s: a filesystem without %s: %s", target, give.__name__, error)
+    if target.exists():
+        return False
+    rename(source, target)
     return True
 
 

@@ -63,16 +63,13 @@ from test.jobs import (
     split_rows,
     try_load,
 )
-from test.recipe_cases import MADE, SAVED, Arrays, expected
+from test.recipe_cases import MADE, SAVED, Arrays, expected, save_in_rows
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks have saved, each some rows of each tensor."""
-    path = tmp_path_factory.mktemp("saved")
-    parts = {key: split_rows(array, 2) if array.size > 1 else [array, array] for key, array in SAVED.items()}
-    save_on([{key: part[rank] for key, part in parts.items()} for rank in range(2)], path)
-    return path
+    return save_in_rows(SAVED, tmp_path_factory.mktemp("saved"))
 
 
 def options(recipes: Any, **more: Any) -> LoadOptions:

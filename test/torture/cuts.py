@@ -91,11 +91,8 @@ class _Job:
     def train(self, rng: random.Random) -> list[list[int]]:
         """Go through some steps, at one of which a rank asks for a save; returns at which each was told to save."""
         schedules = [Schedule(hub, "steps", _TIMEOUT) for hub in self._hubs]
-        asking, asked_at, seeds = (
-            rng.randrange(len(self._hubs)),
-            rng.randrange(_STEPS),
-            [rng.random() for _ in self._hubs],
-        )
+        asking, asked_at = rng.randrange(len(self._hubs)), rng.randrange(_STEPS)
+        seeds = [rng.random() for _ in self._hubs]
 
         def work(saver: SimulatedRank) -> list[int]:
             schedule, pace, told = schedules[saver.rank], random.Random(seeds[saver.rank]), []

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from paddle_dist_ckpt import LoadOptions, Recipe, concat, export, split, stack, stored
 from paddle_dist_ckpt.exporting import stream
 from paddle_dist_ckpt.exporting.plan import cut_in_windows
-from test.jobs import LAYOUTS, check_pieces, load_on, load_whole, make_array, same_bits, save_on, sharded, split_rows
+from test.jobs import LAYOUTS, check_pieces, load_on, load_whole, make_array, same_bits, sharded
+from test.recipe_cases import save_in_rows
 from test.strategies import examples, tilings
 
 Pair = tuple[Recipe, np.ndarray]
@@ -36,10 +37,7 @@ MOST_ELEMENTS, MOST_DIMENSIONS = 1000, 5
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks have saved, each some rows of each tensor."""
-    path = tmp_path_factory.mktemp("saved")
-    parts = {key: split_rows(array, 2) if array.size > 1 else [array, array] for key, array in STORED.items()}
-    save_on([{key: part[rank] for key, part in parts.items()} for rank in range(2)], path)
-    return path
+    return save_in_rows(STORED, tmp_path_factory.mktemp("saved"))
 
 
 @st.composite
