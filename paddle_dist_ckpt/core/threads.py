@@ -28,7 +28,10 @@ def io_threads(ranks_on_host: int, waits: bool) -> int:
         ranks_on_host: How many ranks share the cores.
         waits: Whether threads wait for a disk, so that even on one core two of them get more done than one.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # a platform without it, or a sandbox that does not allow it
+        cores = os.cpu_count() or 1
     return max(2 if waits else 1, min(_MOST_THREADS, cores // max(1, ranks_on_host)))
 
 

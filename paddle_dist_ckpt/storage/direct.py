@@ -15,6 +15,7 @@ import mmap
 import os
 import queue
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from ..core.memory import Bytes1D, fresh_pages
@@ -27,7 +28,7 @@ _MOST_ASKED, _SAMPLES, _SAMPLE_BYTES = 4 << 20, 16, 64 << 10  # a larger range i
 _CACHESTAT = 451  # the system call's number, on every architecture
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _LOCAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs"})
-_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM, errno.ENOENT)  # there is no /proc
+_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM)
 
 
 def open_direct(descriptor: int, access: int) -> int | None:
@@ -42,12 +43,9 @@ def open_direct(descriptor: int, access: int) -> int | None:
     """
     if not hasattr(os, "O_DIRECT") or _filesystem(os.fstat(descriptor).st_dev) not in _LOCAL_DISKS:
         return None
-    try:
+    with suppress(OSError):  # no /proc, too many open files, a sandbox: the descriptor that there is will do
         return os.open(f"/proc/self/fd/{descriptor}", access | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
-        return None
+    return None
 
 
 @functools.lru_cache(maxsize=64)

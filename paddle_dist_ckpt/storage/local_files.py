@@ -246,8 +246,7 @@ class LocalReadable:
         with self._lock:
             if self._may_be_direct:
                 self._may_be_direct = False
-                with suppress(OSError):  # no /proc, or too many open files: the descriptor that there is will do
-                    self._direct = open_direct(self._descriptor, os.O_RDONLY)
+                self._direct = open_direct(self._descriptor, os.O_RDONLY)
             return self._direct
 
     def close(self) -> None:

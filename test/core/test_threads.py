@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import errno
 import functools
 import itertools
 import signal
@@ -13,8 +14,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from paddle_dist_ckpt.core import threads
 from paddle_dist_ckpt.core.latch import Latch
-from paddle_dist_ckpt.core.threads import Beside, run_all
+from paddle_dist_ckpt.core.threads import Beside, io_threads, run_all
 from test.interrupts import interrupted
 from test.waiting import PATIENCE
 
@@ -255,3 +257,12 @@ def test_a_latch_wakes_all_that_wait() -> None:
         thread.join(PATIENCE)
     assert found == [True] * 3
     assert latch.wait(0)
+
+
+def test_a_sandbox_that_does_not_tell_which_cores_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(process: int) -> set[int]:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(threads.os, "sched_getaffinity", refused)
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: 3)
+    assert io_threads(1, False) == 3

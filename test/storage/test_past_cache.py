@@ -11,6 +11,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -300,19 +301,12 @@ def test_reads_that_come_short(path: Path, file: ReadableFile, monkeypatch: pyte
         os.close(reader)
 
 
-@pytest.mark.parametrize("how", ["not wanted", "too many files", "no /proc"])
 def test_files_that_cannot_be_opened_past_the_cache(
-    path: Path, file: ReadableFile, monkeypatch: pytest.MonkeyPatch, reads: Reads, how: str
+    path: Path, file: ReadableFile, monkeypatch: pytest.MonkeyPatch, reads: Reads
 ) -> None:
     asked: list[int] = []
 
-    def refuse(descriptor: int, access: int) -> int | None:
-        asked.append(descriptor)
-        if how == "not wanted":
-            return None
-        raise OSError(errno.EMFILE if how == "too many files" else errno.ENOENT, "no")
-
-    monkeypatch.setattr(local_files, "open_direct", refuse)
+    monkeypatch.setattr(local_files, "open_direct", lambda descriptor, access: asked.append(descriptor))
     for _ in range(3):
         make_cold(path)
         read(file, 1, [PIECE, PIECE])
@@ -320,18 +314,29 @@ def test_files_that_cannot_be_opened_past_the_cache(
     assert len(asked) <= 1, "once is enough"
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOTSUP])
-def test_a_filesystem_that_does_not_open_files_so(path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(*args: Any) -> int:
-        raise OSError(code, "no")
+_NO_DIRECT = [errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.ENOENT, errno.EMFILE]
+
+
+@pytest.mark.parametrize("code", _NO_DIRECT)
+def test_where_no_file_can_be_opened_so_the_cache_is_used(
+    path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Of the filesystem, a sandbox, a system without /proc, or a limit of open files."""
+    real = os.open
+
+    def refuse(name: Any, flags: int, *more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(code, "no")
+        return real(name, flags, *more)
 
     monkeypatch.setattr(direct, "_filesystem", lambda device: "ext4")
     monkeypatch.setattr(direct.os, "open", refuse)
     with path.open("rb") as opened:
         assert open_direct(opened.fileno(), os.O_RDONLY) is None
-        code = errno.EMFILE
-        with pytest.raises(OSError, match="no"):
-            open_direct(opened.fileno(), os.O_RDONLY)
+    storage = LocalStorage(path.parent)
+    with closing(storage.create(f"written-{code}")) as written:
+        written.write(np.ones(2 * ALIGNMENT, np.uint8), 0)
+    assert storage.read(f"written-{code}") == b"\1" * (2 * ALIGNMENT)
 
 
 def test_the_file_that_is_open_is_read_whatever_its_name_means_now(tmp_path: Path) -> None:
