@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+import time
 from typing import Annotated, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
+from ..core.text import encodable
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailureError
 from .keys import PROTOCOL, TOKEN_BYTES
 
-__all__ = ["BootstrapStore", "Rendezvous", "address_of", "fetch", "local_address", "publish", "unreachable"]
+__all__ = ["BootstrapStore", "Rendezvous", "address_of", "fetch", "local_address", "publish", "refuse", "unreachable"]
+
+
+_POLL_SECONDS = 0.1
 
 
 class BootstrapStore(Protocol):
@@ -51,6 +56,18 @@ class Rendezvous(msgspec.Struct, array_like=True, frozen=True):
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
+class Refusal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Why there is no such place.
+
+    Attributes:
+        attempt: Which of the coordinator's attempts to make its hub has failed.
+        reason: Why, with the coordinator's rank.
+    """
+
+    attempt: int
+    reason: str
+
+
 def local_address() -> str:
     """This host's address as others see it: that of the interface behind the default route, else loopback."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -86,22 +103,39 @@ def publish(store: BootstrapStore, key: str, rendezvous: Rendezvous, coordinator
         raise unreachable(coordinator, "could not leave the address of its control hub", error) from error
 
 
+def refuse(store: BootstrapStore, key: str, attempt: int, error: Exception) -> None:
+    """Tell the other ranks that an attempt to make the hub has failed, if the store can be reached."""
+    with contextlib.suppress(OSError, CheckpointError):
+        store.set(key, msgspec.msgpack.encode(Refusal(attempt, encodable(str(error)))))
+
+
 def unreachable(coordinator: int, what: str, error: OSError) -> RankFailureError:
     """The error of a rank that cannot reach the store, which says what has become of the coordinator."""
     text = f"rank {coordinator}, the coordinator, {what}: the store that all ranks share is gone ({error})"
     return RankFailureError(text, {coordinator: CheckpointError(str(error))})
 
 
-def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int) -> Rendezvous:
-    """Learn where the coordinator is.
+def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int, attempt: int) -> Rendezvous:
+    """Learn where the coordinator is. That an attempt before this one has failed there, this rank knows.
 
     Raises:
         CheckpointTimeoutError: the coordinator did not publish it within ``timeout`` seconds.
-        RankFailureError: the store cannot be reached any more.
+        RankFailureError: it could not make its hub; or the store cannot be reached any more.
         CheckpointError: what it published is not understood here.
     """
+    until = time.monotonic() + timeout
     try:
-        value = store.get(key, timeout)
+        while True:
+            value = store.get(key, max(0.0, until - time.monotonic()))
+            try:
+                refusal = msgspec.msgpack.decode(value, type=Refusal)
+            except (ValueError, msgspec.DecodeError):  # before msgspec 0.21 its own is none
+                break
+            if refusal.attempt >= attempt:
+                raise RankFailureError(refusal.reason, {coordinator: CheckpointError(refusal.reason)})
+            if time.monotonic() > until:
+                raise TimeoutError(key)
+            time.sleep(_POLL_SECONDS)
     except TimeoutError as error:
         text = (
             f"rank {coordinator}, the coordinator, did not set up its control hub within {timeout:g} s; "
@@ -113,7 +147,7 @@ def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int) -> 
     try:
         found = msgspec.msgpack.decode(value, type=Rendezvous)
         address_of(found)
-    except (ValueError, msgspec.DecodeError) as error:  # before msgspec 0.21 its own is none
+    except (ValueError, msgspec.DecodeError) as error:
         raise CheckpointError(f"the store's entry {key!r} is not a control hub's address: {error}") from error
     if found.protocol != PROTOCOL:
         raise CheckpointError(

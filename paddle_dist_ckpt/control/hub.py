@@ -13,8 +13,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from ..errors import CheckpointError
 from . import bootstrap, failures
 from .board import Board
 from .bootstrap import BootstrapStore
@@ -29,6 +31,7 @@ __all__ = ["TcpHub"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _CLOSE_SECONDS = 15.0  # more than a port lingers
+P = TypeVar("P", bound=Port)
 
 
 class TcpHub(Board):
@@ -51,7 +54,8 @@ class TcpHub(Board):
 
     Raises:
         CheckpointTimeoutError: the coordinator did not leave its address in time.
-        RankFailureError: the store cannot be reached.
+        RankFailureError: the store cannot be reached; or the coordinator could not make its hub.
+        CheckpointError: this rank cannot make it.
         ValueError: ``rank`` or ``coordinator`` is not one of ``ranks``.
     """
 
@@ -72,28 +76,45 @@ class TcpHub(Board):
             if member not in ranks:
                 raise ValueError(f"{name} {member} is not one of the group's ranks {sorted(ranks)}")
         super().__init__(rank, tuple(ranks), coordinator, opened=opened)
-        self._port = (
-            self._listening(store, key, bind_host, secret)
-            if rank == coordinator
-            else MemberPort(rank, coordinator, bootstrap.fetch(store, key, bootstrap_timeout, coordinator), secret, key)
-        )
-        self._closing = False
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt control hub", daemon=True)
-        self._thread.start()
+        self._closing = self._closed = False
+        self._port: Port
+        if rank == coordinator:
+            self._listen(store, bind_host, secret, key)
+        else:
+            rendezvous = bootstrap.fetch(store, key, bootstrap_timeout, coordinator, opened)
+            self._port = _made(rank, functools.partial(MemberPort, rank, coordinator, rendezvous, secret, key))
+            self._begin()
         atexit.register(self.close)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
 
-    def _listening(self, store: BootstrapStore, key: str, bind_host: str | None, secret: bytes) -> Port:
+    def _listen(self, store: BootstrapStore, bind_host: str | None, secret: bytes, key: str) -> None:
         self.absent.update({*self.ranks} - {self.rank})
-        port = CoordinatorPort(self.rank, self.ranks, bind_host, secret, key, self.unproven)
+        try:
+            make = functools.partial(CoordinatorPort, self.rank, self.ranks, bind_host, secret, key, self.unproven)
+            self._port = port = _made(self.rank, make)
+            self._begin()
+        except CheckpointError as error:
+            bootstrap.refuse(store, key, self._opened, error)  # or the others would wait for what does not come
+            raise
         try:
             bootstrap.publish(store, key, port.rendezvous, self.rank)
         except BaseException:
-            port.close()
+            self.close()
             raise
-        return port
+
+    def _begin(self) -> None:
+        """Start the thread.
+
+        Raises:
+            CheckpointError: there can be no more threads.
+        """
+        self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt control hub", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._port.close()
+            raise CheckpointError(f"the control hub of rank {self.rank} has no thread: {error}") from error
 
     def close(self) -> None:
         """End the connection, and the thread, which closes the sockets. Sessions that are open fail, on all ranks."""
@@ -140,6 +161,18 @@ class TcpHub(Board):
                 self._closed = True
             self._port.linger(self)
             self._port.close()
+
+
+def _made(rank: int, make: Callable[[], P]) -> P:
+    """A port.
+
+    Raises:
+        CheckpointError: it cannot be made, as where too many files are open.
+    """
+    try:
+        return make()
+    except OSError as error:
+        raise CheckpointError(f"the control hub of rank {rank} cannot be set up: {error}") from error
 
 
 def _close_in_child(made: weakref.ref[TcpHub]) -> None:

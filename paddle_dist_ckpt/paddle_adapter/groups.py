@@ -284,7 +284,10 @@ class _PaddleStore:
             except BaseException as error:
                 result.set_exception(error)
 
-        threading.Thread(target=run, name="paddle_dist_ckpt store", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="paddle_dist_ckpt store", daemon=True).start()
+        except RuntimeError as error:  # there can be no more threads
+            raise CheckpointError(f"rank {dist.get_rank()} cannot ask Paddle's store: {error}") from error
         try:
             return result.result(timeout + _STORE_GRACE)
         except FutureTimeout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -933,3 +934,38 @@ def test_a_failure_of_the_thread_of_which_nobody_can_be_told_is_not_a_hang(
 def test_a_coordinator_that_cannot_listen_says_where(store: Store, address: str) -> None:
     with pytest.raises(CheckpointError, match=f"rank 0, the coordinator, cannot listen on {address}, the address"):
         TcpHub(0, range(2), 0, store, "k", bind_host=address)
+
+
+def test_all_ranks_hear_at_once_why_the_coordinator_has_no_hub(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the attempt that they make as well; what has become of an earlier one they know, and wait for the next."""
+
+    def refused(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    why = "the control hub of rank 0 has no thread: can't start new thread"
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(CheckpointError, match=why):
+            make(0, store, opened=1)
+    for attempt in (0, 1):
+        with pytest.raises(RankFailureError, match=f"^{why}") as caught:
+            make(1, store, opened=attempt)
+        assert list(caught.value.failures) == [0]
+    with pytest.raises(CheckpointTimeoutError, match="did not set up its control hub within 0.2 s"):
+        make(1, store, opened=2, bootstrap_timeout=0.2)
+    with ThreadPoolExecutor(2) as pool:
+        hubs = [each.result() for each in [pool.submit(make, rank, store, opened=2) for rank in (1, 0)]]
+        try:
+            assert list(pool.map(one_round, hubs)) == [b"1", b"0"]
+        finally:
+            for hub in hubs:
+                hub.close()
+
+
+def test_a_rank_without_descriptors_for_a_hub_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socketpair", refused)
+    with pytest.raises(CheckpointError, match="the control hub of rank 0 cannot be set up: .*Too many open files"):
+        make(0, store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import pytest
 from paddle.base import core
 
 from paddle_dist_ckpt import (
+    CheckpointError,
     CheckpointManager,
     LoadOptions,
     SaveOptions,
@@ -435,3 +437,12 @@ def test_a_secret_that_others_may_read_or_write_is_warned_of(
     with caplog.at_level("WARNING", "paddle_dist_ckpt"):
         assert job_secret._read(str(tmp_path / "secret")) == b"x" * 20
     assert ("others than the owner may read or write" in caplog.text) == warned
+
+
+def test_a_rank_that_can_start_no_thread_for_the_store_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(CheckpointError, match="rank 0 cannot ask Paddle's store: can't start new thread"):
+        groups._PaddleStore(10.0)
