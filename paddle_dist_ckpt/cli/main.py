@@ -166,6 +166,9 @@ def _allow_open_files() -> None:
 
 def main() -> None:
     """Run the command line of this process, and exit."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and isinstance(sys.stdout.buffer, io.RawIOBase):  # PYTHONUNBUFFERED
+        # Python drops what such a stream does not take at once, as on a full disk, and says nothing.
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(sys.stdout.buffer), sys.stdout.encoding)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # whatever the names and texts in checkpoints hold

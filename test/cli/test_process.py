@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -82,6 +83,23 @@ def test_what_a_command_does_without_stdout_it_does(tmp_path: Path) -> None:
     data_files(tmp_path / "a")[0].unlink()
     shell = ["sh", "-c", '"$0" "$@" >&-', *MODULE, "verify", str(tmp_path / "a")]
     assert subprocess.run(shell, env=env(), stderr=subprocess.PIPE, text=True, timeout=120).returncode == 1
+
+
+def test_output_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
+    """Also where Python's own output is not buffered, as it is set in many containers."""
+    save_model(tmp_path / "c", {f"tensor{i}": np.zeros(1, "f4") for i in range(100)})
+    with (tmp_path / "out").open("wb") as out:
+        done = subprocess.run(
+            [*MODULE, "inspect", "--json", tmp_path / "c"],
+            env=env(PYTHONUNBUFFERED="1"),
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode != 0
+    assert "File too large" in done.stderr
 
 
 def test_as_many_files_are_opened_as_this_user_may_open(tmp_path: Path) -> None:
