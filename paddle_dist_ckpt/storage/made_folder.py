@@ -33,10 +33,15 @@ class MadeFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with about(path), _opened(path) as descriptor:
-            status = os.fstat(descriptor)
-            if os.listdir(descriptor):
-                raise FileExistsError(errno.EEXIST, "it is another folder than was made", str(path))
+        try:
+            with about(path), _opened(path) as descriptor:
+                status = os.fstat(descriptor)
+                if os.listdir(descriptor):
+                    raise FileExistsError(errno.EEXIST, "it is another folder than was made", str(path))
+        except OSError:
+            with suppress(OSError):  # too many files are open, say; one in which something is stays
+                os.rmdir(path)
+            raise
         self._identity = status.st_dev, status.st_ino
 
     def remove(self, aside: Path | None = None) -> Path | None:

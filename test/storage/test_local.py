@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.storage import LocalStorage, Storage, as_storage, local, noreplace
+from paddle_dist_ckpt.storage.made_folder import MadeFolder
 from paddle_dist_ckpt.testing import FaultyStorage
 from paddle_dist_ckpt.testing.storage_conformance import in_threads, put
 from test.system_calls import PATH_CALLS, SystemCalls, make_stale_when_removed
@@ -757,3 +758,17 @@ def test_without_a_home_folder_there_is_no_place_that_a_tilde_names(monkeypatch:
         with pytest.raises(ValueError, match=r"path is '~.*', and there is no home folder"):
             as_storage(path)
     assert as_storage("~ck").location.endswith("/~ck")  # which may be called so
+
+
+def test_a_folder_that_was_made_and_cannot_be_opened_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    made = tmp_path / "made"
+    made.mkdir()
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(OSError, match="Too many open files: .*made"):
+        MadeFolder(made)
+    assert not made.exists()
