@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from .visible import MOST_LINE, visible
+
 __all__ = [
     "CheckpointCorruptedError",
     "CheckpointError",
@@ -37,6 +39,10 @@ __all__ = [
 
 class CheckpointError(Exception):
     """The base class of all errors defined by this library."""
+
+    def __str__(self) -> str:
+        """The message, which may name keys and files of a checkpoint of anybody; see :mod:`.visible`."""
+        return "\n".join(visible(line, MOST_LINE) for line in super().__str__().split("\n"))
 
 
 class CheckpointNotFoundError(CheckpointError):

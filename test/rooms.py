@@ -23,7 +23,7 @@ _TOGETHER = {
         ("__init__", "public", "api", "one_call", "drop_in", "export_calls", "state_exports", "gathering"),
         "api, one_call, drop_in",
     ),
-    **dict.fromkeys(("errors", "options", "recipes", "reports", "version"), "errors, options, reports"),
+    **dict.fromkeys(("errors", "options", "recipes", "reports", "version", "visible"), "errors, options, reports"),
 }
 _LEFT_OUT = ("testing", "cli", "__main__")  # these may use anything
 _SAYS = {

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..core.text import visible
+from ..visible import visible
 
 __all__ = ["CheckpointPath", "Identifier", "Json", "Yes", "alone_only", "confirm"]
 

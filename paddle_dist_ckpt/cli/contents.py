@@ -15,7 +15,6 @@ from ..core.decoding import decoding
 from ..core.dtypes import DType, arithmetic_dtype
 from ..core.memory import zeros_of
 from ..core.shards import Kind
-from ..core.text import MOST_KEY, visible
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..folder.boxes import BoxReader
@@ -23,6 +22,7 @@ from ..folder.selection import Selection, unread
 from ..folder.stored_values import read_values
 from ..storage.base import Storage
 from ..tree.values import from_jsonable
+from ..visible import MOST_KEY, visible
 from .regions import WINDOW_BYTES, best_along, edges, windows
 
 __all__ = [

@@ -10,7 +10,8 @@ from typing import Any
 
 import typer
 
-from ..core.text import encodable, escaped, value_text
+from ..core.text import encodable, value_text
+from ..visible import escaped
 
 __all__ = ["print_json"]
 

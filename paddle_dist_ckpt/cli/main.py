@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..version import __version__
+from ..visible import visible_lines
 from .cat import cat
 from .convert import convert
 from .copy import copy
@@ -24,7 +25,6 @@ from .delete import delete
 from .diff import diff
 from .inspect import inspect
 from .merge import merge
-from .output import lines_text
 from .prune import prune
 from .rebuild import rebuild
 from .recipes import recipes
@@ -96,9 +96,9 @@ class _Commands(TyperGroup):
             if hasattr(error, "exit_code"):  # an exit, or wrong use, which typer explains
                 raise
             if ctx.params.get("debug"):
-                typer.echo(lines_text(traceback.format_exc().rstrip()), err=True)
+                typer.echo(visible_lines(traceback.format_exc().rstrip()), err=True)
             else:
-                typer.echo(f"error: {lines_text(_with_commands(_text(error)))}", err=True)
+                typer.echo(f"error: {visible_lines(_with_commands(_text(error)))}", err=True)
             raise typer.Exit(2) from None
 
 
@@ -121,9 +121,9 @@ def _with_commands(text: str) -> str:
     return text
 
 
-def _make_visible(record: logging.LogRecord) -> bool:
-    """Have nothing in a line of the log that a terminal would obey."""
-    record.msg, record.args = lines_text(_with_commands(record.getMessage())), None
+def _advise_commands(record: logging.LogRecord) -> bool:
+    """Have a line of the log advise commands rather than calls."""
+    record.msg, record.args = _with_commands(record.getMessage()), None
     return True
 
 
@@ -172,6 +172,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # whatever the names and texts in checkpoints hold
-    logging.getLogger("paddle_dist_ckpt").addFilter(_make_visible)
+    logging.getLogger("paddle_dist_ckpt").addFilter(_advise_commands)
     _allow_open_files()
     app(prog_name="paddle-dist-ckpt")

@@ -8,20 +8,14 @@ from collections.abc import Iterable, Sequence
 
 import typer
 
-from ..core.text import visible
+from ..visible import MOST_LINE, visible
 
-__all__ = ["count", "human_bytes", "lines_text", "print_columns", "say", "say_text", "shape_text"]
+__all__ = ["count", "human_bytes", "print_columns", "say", "say_text", "shape_text"]
 
 _WIDEST = 200  # letters of a column
 _LINES = 1000  # that are printed together
 _PIECE = 1 << 16  # letters of a text that are printed together
 _STYLES = {"head": "bold", "good": "green", "bad": "red", "faint": "dim", "name": "cyan"}
-
-
-def lines_text(text: str) -> str:
-    """A message of several lines, each of them visible. All but the first are indented, so that none of them looks like
-    a message of its own."""
-    return "\n    ".join(visible(line, None) for line in text.split("\n"))
 
 
 def human_bytes(nbytes: int) -> str:
@@ -50,7 +44,7 @@ def say(text: str = "", style: str = "", err: bool = False) -> None:
         style: ``head``, ``good``, ``bad``, ``faint``, ``name``, or none.
         err: To stderr.
     """
-    text = visible(text, None)
+    text = visible(text, MOST_LINE)
     if style and _coloured(err):
         from rich.console import Console
 

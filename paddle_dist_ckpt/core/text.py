@@ -1,38 +1,19 @@
-"""Text and values of a checkpoint as a person can read them: no longer than is of use, nothing in them invisible."""
+"""Values of a checkpoint as a person can read them, no longer than is of use, and other small texts."""
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["MOST_KEY", "MOST_VALUE", "encodable", "escaped", "key_text", "ranks_text", "value_text", "visible"]
+from ..visible import visible
 
-MOST_KEY = 512
+__all__ = ["MOST_VALUE", "encodable", "key_text", "ranks_text", "value_text"]
+
 MOST_VALUE = 2000
-_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format (such as marks of direction), surrogates, separators
 _MOST_DEPTH = 50
 _MOST_BITS = 4096  # of an integer; Python refuses to write out 4,301 digits
 _MOST_ITEMS = 100  # of an array
 _MOST_RANKS = 4  # in a row that are named one by one
-
-
-def visible(text: str, most: int | None = MOST_KEY) -> str:
-    r"""Text with an escape as Python writes it, such as ``\x1b``, for every character that cannot be seen or that
-    changes what others look like; of more than ``most`` characters the middle is left out."""
-    if text.isprintable() and (most is None or len(text) <= most):  # as nearly all
-        return text
-    if most is not None and len(text) > most:
-        half = most // 2
-        text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
-    return escaped(text, lambda character: character.encode("unicode_escape").decode())
-
-
-def escaped(text: str, escape: Callable[[str], str]) -> str:
-    """Text in which each character that :func:`visible` escapes is written by a function."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or unicodedata.category(c) not in _HIDDEN else escape(c) for c in text)
 
 
 def encodable(text: str) -> str:

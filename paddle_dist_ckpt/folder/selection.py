@@ -13,12 +13,13 @@ from ..core.parts import Arranged, SourceTensor
 from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..tree.paths import WILDCARD, flat_keys, plain_key
+from ..visible import visible
 
 __all__ = ["Chosen", "Selection", "below", "checked_keys", "select", "select_keys", "unread"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
-_MOST_NAMED = 20  # keys that match nothing, in a message
+_MOST_NAMED = 20  # keys that match nothing, in a message, or that are left out, in the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,10 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
     """
     prefix, keys = selection.prefix, selection.keys
     not_read = unread(metadata, selection)
-    for key, reason in not_read.items():
-        _logger.warning("%s is left out: %s", key, reason)
+    for key, reason in list(not_read.items())[:_MOST_NAMED]:
+        _logger.warning("%s is left out: %s", visible(key), reason)
+    if len(not_read) > _MOST_NAMED:
+        _logger.warning("%d more keys are left out", len(not_read) - _MOST_NAMED)
     paths = metadata.paths
     chosen = {path: rest for path in paths if (rest := below(path, prefix)) is not None}
     if not chosen and (paths or prefix is not None):
@@ -83,7 +86,7 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
         matched = _matching({metadata.key(path): path for path in chosen}, keys)
         unmatched = [pattern for pattern, found in matched.items() if not found]
         if unmatched:
-            reasons = "".join(f"; {key} is not read: {reason}" for key, reason in list(not_read.items())[:5])
+            reasons = "".join(f"; {visible(key)} is not read: {reason}" for key, reason in list(not_read.items())[:5])
             raise CheckpointNotFoundError(
                 f"no key matches {_some(unmatched)}{reasons}; {_examples(metadata, list(chosen))}"
             )
@@ -136,7 +139,7 @@ def unread(metadata: Metadata, selection: Selection) -> dict[str, str]:
 
 
 def _examples(metadata: Metadata, paths: Sequence[str]) -> str:
-    return "there are, for example: " + (", ".join(metadata.key(path) for path in paths[:5]) or "none")
+    return "there are, for example: " + (", ".join(visible(metadata.key(path)) for path in paths[:5]) or "none")
 
 
 def _hint_at_keys(metadata: Metadata, prefix: str | None) -> str:

@@ -12,6 +12,7 @@ from ..errors import StateDictMismatchError
 from ..files.metadata import Metadata
 from ..folder.selection import Chosen, Selection, below, select, select_keys
 from ..tree.paths import is_own, join
+from ..visible import each_visible
 from .answering import Answering
 from .making import RecipeArranger, is_itself
 from .stored_tensors import stored_tensors
@@ -43,7 +44,7 @@ def choose(
     made, _, problems = arranger.make(stored, Answering(metadata, [], {}).what_is)
     if problems and strict:
         text = f"checkpoint {metadata.unique_id} in {location} does not fit the recipes"
-        lines = [f"{text}; {counted(len(problems), 'problem')}:", *problems]
+        lines = [f"{text}; {counted(len(problems), 'problem')}:", *each_visible(problems)]
         raise StateDictMismatchError("\n".join([*lines, "(LoadOptions(strict=False) loads what fits)"]), problems)
     for problem in problems:
         _logger.warning("left out: %s", problem)

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from ..core.cached import cached_property
 from ..core.shards import Kind
-from ..core.text import MOST_KEY
 from ..files.metadata import Metadata
 from ..tree.names import may_be_optimizers
 from ..tree.paths import is_own, plain_key
+from ..visible import MOST_KEY
 
 __all__ = ["Hint", "Hints"]
 

@@ -17,6 +17,7 @@ from ..options import LoadOptions
 from ..planning.recipe_parts import NOT_CAST, WRONG_DTYPE
 from ..tree.names import parameter_of_run
 from ..tree.paths import plain_key
+from ..visible import each_visible
 from .answering import Answering
 from .key_map import matcher
 from .messages import Mismatch, WantedPaths
@@ -88,7 +89,8 @@ class MismatchCheck:
             f"it was; {counted(len(lines), 'problem')}:"
         )
         more = len(lines) - _MOST_LINES
-        shown = lines[:_MOST_LINES] + [f"and {more} more, which are in the error's `problems`"] * (more > 0)
+        shown = each_visible(lines[:_MOST_LINES])
+        shown += [f"and {more} more, which are in the error's `problems`"] * (more > 0)
         raise StateDictMismatchError("\n".join([text, *shown, f"({advice})"]), lines)
 
     def empty_texts(self) -> list[str]:

@@ -10,9 +10,9 @@ import numpy as np
 
 from ..core.columns import IntArray
 from ..core.shards import ShardTable
-from ..core.text import MOST_KEY, visible
 from ..files.metadata import Metadata
 from ..files.names import parse_data_file
+from ..visible import MOST_KEY, visible
 from .layers import LayerColumns, layers_of
 from .regions import RegionColumns, regions_of
 from .values import ValueColumns, user_values, values_of

@@ -8,8 +8,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..core.text import visible
 from ..tree.key_tree import KeyNode, KeyTree
+from ..visible import visible
 
 __all__ = ["LayerColumns", "layers_of"]
 

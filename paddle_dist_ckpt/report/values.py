@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.shards import Kind
-from ..core.text import key_text, value_text, visible
+from ..core.text import key_text, value_text
 from ..errors import CheckpointCorruptedError
 from ..files.metadata import Metadata
 from ..tree.values import from_jsonable
+from ..visible import visible
 
 __all__ = ["ValueColumns", "user_values", "values_of"]
 

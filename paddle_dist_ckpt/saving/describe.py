@@ -31,6 +31,7 @@ from ..tree.own_values import OfRanks
 from ..tree.paths import RankIndex, join, parent_of, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank, flatten
 from ..tree.values import encode_value
+from ..visible import each_visible
 from .messages import Description, Structure, TensorList, ValueRecord
 
 __all__ = ["KnownState", "LocalState", "describe", "digests_of"]
@@ -248,7 +249,7 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Seq
         problems += _too_large(tensors)
     values = _encoded(leaves, rank, before, problems)
     if problems:
-        raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))
+        raise UnsupportedValueError("\n".join(["the state_dict holds what cannot be stored:", *each_visible(problems)]))
     for value in values:
         if value.nbytes >= 0:
             array = np.frombuffer(value.json, np.uint8)

@@ -19,6 +19,7 @@ from ..core.shards import Kind
 from ..errors import UnsupportedValueError
 from ..planning.save_plan import GlobalTensors, HeldShards
 from ..tree.paths import Containers, flat_keys, plain_key
+from ..visible import each_visible
 from .messages import Description, Structure, TensorList
 
 __all__ = ["GlobalState", "in_charge", "merge_structures"]
@@ -77,7 +78,7 @@ def merge_structures(structures: Mapping[int, bytes], coordinator: int) -> tuple
     merging = _Merging(ranks, ranks.index(coordinator), [decode(structures[rank], Structure) for rank in ranks])
     problems = [*merging.differences(), *merging.averages(), *merging.path_problems()]
     if problems:
-        raise UnsupportedValueError("the ranks' state_dicts do not fit together:\n" + "\n".join(problems))
+        raise UnsupportedValueError("\n".join(["the ranks' state_dicts do not fit together:", *each_visible(problems)]))
     return merging.merged()
 
 

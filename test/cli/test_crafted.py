@@ -207,12 +207,6 @@ def test_a_json_document_of_many_items_is_as_one_of_few(tmp_path: Path) -> None:
     assert run("cat", tmp_path, "w", "--json") == json.dumps({**document, "values": array.tolist()}, indent=2) + "\n"
 
 
-def test_lines_that_follow_in_an_error_are_indented() -> None:
-    from paddle_dist_ckpt.cli.output import lines_text
-
-    assert lines_text("one\ntwo\x1b") == "one\n    two\\x1b"
-
-
 def test_a_report_names_files_that_cannot_be_looked_at(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {})
     (file,) = tmp_path.glob("*.safetensors")

@@ -225,6 +225,20 @@ def test_exported_from_any_format(tmp_path: Path, folder: str, format: str) -> N
         assert verify(tmp_path / "out").ok
 
 
+def test_of_very_much_that_is_left_out_the_log_names_some(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = DCPWriter()
+    for number in range(50):
+        writer.put(f"gaps.{number}", (0, 0), saved(tensor("float32", (4, 6), stride=(7, 1), size=28), bytes(112)))
+        writer.describe(f"gaps.{number}", "float32", (4, 6), [((0, 0), (4, 6))])
+    writer.add_value("step", 5, b"")
+    for name, data in writer.all_files.items():
+        (tmp_path / name).write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert load_whole(tmp_path) == {"step": 5}
+    assert len(caplog.messages) == 21
+    assert caplog.messages[-1] == "30 more keys are left out"
+
+
 def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = DCPWriter()
     content = saved(tensor("float32", (4, 6), stride=(7, 1), size=28), bytes(112))

@@ -1,0 +1,63 @@
+"""Text that others have written, so that it can be shown: in messages, in logs, on terminals, on a page.
+
+Keys, names of files and values come from checkpoints of anybody. Nothing in them shall be invisible, turn around what
+stands beside it, or tell a terminal what to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
+
+__all__ = ["MOST_KEY", "MOST_LINE", "each_visible", "escaped", "is_made_visible", "visible", "visible_lines"]
+
+MOST_KEY = 512
+MOST_LINE = 4000
+_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format (such as marks of direction), surrogates, separators
+# Letters, marks and places without a character that nothing is drawn for: fillers, selectors of variants, joiners.
+_BLANK = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u2800\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8\U000e0000-\U000e0fff]"
+)
+
+
+def visible(text: str, most: int | None = MOST_KEY) -> str:
+    r"""Text with an escape as Python writes it, such as ``\x1b``, for every character that cannot be seen or that
+    changes what others look like; of more than ``most`` characters the middle is left out."""
+    if most is not None and len(text) > most:
+        half = most // 2
+        text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+    return escaped(text, lambda character: character.encode("unicode_escape").decode())
+
+
+def visible_lines(text: str, most: int | None = MOST_LINE) -> str:
+    """A message of several lines, each of them visible. All but the first are indented, so that none of them looks like
+    a message of its own."""
+    first, *others = (visible(line, most) for line in text.split("\n"))
+    return "\n".join([first, *(line if line.startswith("  ") else f"    {line}" for line in others)])
+
+
+def each_visible(lines: Iterable[str]) -> list[str]:
+    """Lines of a message, none of which becomes several by what is in it."""
+    return [visible(line, MOST_LINE) for line in lines]
+
+
+def escaped(text: str, escape: Callable[[str], str]) -> str:
+    """Text in which each character that :func:`visible` escapes is written by a function."""
+    if text.isprintable() and not _BLANK.search(text):  # as nearly all
+        return text
+    return "".join(escape(c) if _is_hidden(c) else c for c in text)
+
+
+def is_made_visible(record: logging.LogRecord) -> bool:
+    """A filter of a logger, which lets each record pass, and has nothing in it that could look like another record."""
+    text = record.getMessage()
+    shown = visible_lines(text)
+    if shown != text:
+        record.msg, record.args = shown, None
+    return True
+
+
+def _is_hidden(character: str) -> bool:
+    return unicodedata.category(character) in _HIDDEN or _BLANK.match(character) is not None
