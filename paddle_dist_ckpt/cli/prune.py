@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..visible import visible
 from .arguments import Json, Yes, alone_only, confirm
 from .documents import print_json
 from .output import count, human_bytes, say
@@ -92,7 +93,7 @@ def _check_known(name: str, facts: StepsFacts) -> None:
     """Refuse a metric that no step has: the best step by it would be removed without a word."""
     known = {metric for step in facts.steps for metric in step.metrics}
     if name not in known:
-        text = ", ".join(sorted(known)) or "none"
+        text = visible(", ".join(sorted(known))) or "none"
         raise typer.BadParameter(f"no step has the metric {name!r}; their metrics: {text}", param_hint="--best")
 
 

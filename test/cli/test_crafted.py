@@ -193,6 +193,26 @@ def test_no_line_is_forged(tmp_path: Path) -> None:
     assert "\u202e" not in text
 
 
+def test_names_of_metrics_obey_nothing_and_long_ones_are_shortened(tmp_path: Path) -> None:
+    note = {"dict": [["step", 1], ["metrics", {"dict": [["\x1b]0;owned\x07\n", 1.0], ["l" * 10**6, 2.0]]}]]}
+    user = {"dict": [["checkpoint_manager", note]]}
+    for step in (1, 2):
+        folder, facts = tmp_path / f"step-{step:08d}", {"user_metadata": user, "unique_id": step}
+        write_checkpoint(folder, {}, edit=lambda body, facts=facts: body.update(facts))  # type: ignore[misc]
+        (folder / "0.metadata").rename(folder / f"{step}.metadata")
+    found = fails("prune", tmp_path, "--keep-last", 1, "--best", "loss:min", "--yes")
+    assert "their metrics: \\x1b]0;owned\\x07\\n, lll" in found
+    assert len(found) + len(run("inspect", tmp_path)) < 20_000
+
+
+def test_keys_that_differ_and_are_long_are_shortened(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "a", {}, [("/" + "k" * 10**6, b"1")])
+    write_checkpoint(tmp_path / "b", {}, [("/" + "l" * 10**6, b"1")])
+    text = run("diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert "only in a: kkk" in text
+    assert len(text) < 10_000
+
+
 def test_json_has_no_marks_of_direction(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {}, [("/v", json.dumps("a\u202e\U000e0001\x9b学").encode())])
     text = run("cat", tmp_path, "v", "--json")
