@@ -39,7 +39,7 @@ def confirm(question: str, yes: bool) -> None:
 
 def is_terminal() -> bool:
     """Whether somebody can be asked."""
-    return sys.stdin.isatty()
+    return sys.stdin is not None and sys.stdin.isatty()  # none: it was closed before the command began
 
 
 def alone_only(command: str) -> None:

@@ -10,7 +10,8 @@ import re
 import resource
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -60,6 +61,7 @@ Exit codes:
   1    problems or differences were found
   2    wrong use, no such checkpoint, or a failure
   130  interrupted
+  141  nobody reads the output any more
 
 \b
 Every command has --json, which prints one JSON document on stdout and nothing else there, and --help with an example.
@@ -83,23 +85,49 @@ class _Commands(TyperGroup):
             args = ["--debug", *(arg for arg in own if arg != "--debug"), *args[len(own) :]]
         return super().parse_args(ctx, args)
 
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with _told("--debug" in args):
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _told(ctx.params.get("debug")):
             return super().invoke(ctx)
-        except (KeyboardInterrupt, typer.Abort):
-            typer.echo("interrupted", err=True)
-            raise typer.Exit(130) from None
-        except BrokenPipeError:  # who read the output wants no more of it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(141) from None
-        except Exception as error:
-            if hasattr(error, "exit_code"):  # an exit, or wrong use, which typer explains
-                raise
-            if ctx.params.get("debug"):
-                typer.echo(visible_lines(traceback.format_exc().rstrip()), err=True)
-            else:
-                typer.echo(f"error: {visible_lines(_with_commands(_text(error)))}", err=True)
-            raise typer.Exit(2) from None
+
+
+@contextmanager
+def _told(debug: Any) -> Iterator[None]:
+    """Turn what is raised into a line on stderr, as far as that takes any, and an exit code, whether it does or not."""
+    try:
+        yield
+    except (KeyboardInterrupt, typer.Abort):
+        _tell(lambda: typer.echo("interrupted", err=True))
+        raise typer.Exit(130) from None
+    except BrokenPipeError:  # who read the output wants no more of it
+        _silence(sys.stdout)
+        raise typer.Exit(141) from None
+    except Exception as error:
+        if hasattr(error, "show"):  # wrong use, which typer explains
+            _tell(error.show)
+        elif hasattr(error, "exit_code"):
+            raise
+        else:
+            text = traceback.format_exc().rstrip() if debug else f"error: {_with_commands(_text(error))}"
+            _tell(lambda: typer.echo(visible_lines(text), err=True))
+        raise typer.Exit(2) from None
+
+
+def _tell(write: Callable[[], object]) -> None:
+    """Write to stderr. If nobody reads that, or its disk is full, the exit code still says what has happened."""
+    try:
+        write()
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: Any) -> None:
+    """Have no error come of what is still to be written to a stream."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _text(error: Exception) -> str:

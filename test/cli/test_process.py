@@ -159,6 +159,39 @@ def test_who_reads_may_stop_reading(tmp_path: Path) -> None:
         assert started.wait(60) == 141
 
 
+@pytest.mark.parametrize(
+    ("redirected", "code"),
+    [
+        ("inspect nope 2>/dev/full", 2),
+        ("inspect nope 2>&1 | true", 2),
+        ("no-such-command 2>/dev/full", 2),
+        ("--help >/dev/full", 2),
+    ],
+)
+def test_the_exit_code_does_not_depend_on_whether_anything_can_be_said(
+    tmp_path: Path, redirected: str, code: int
+) -> None:
+    shell = ["bash", "-c", f'"$0" -m paddle_dist_ckpt {redirected}; exit ${{PIPESTATUS[0]}}', sys.executable]
+    done = subprocess.run(shell, env=env(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
+def test_nobody_has_to_read_the_help() -> None:
+    end, start = os.pipe()
+    os.close(end)
+    done = subprocess.run([*MODULE, "--help"], env=env(), stdout=start, stderr=subprocess.PIPE, timeout=120)
+    os.close(start)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_nobody_is_asked_where_stdin_is_closed(tmp_path: Path) -> None:
+    save_model(tmp_path, ARRAYS)
+    shell = ["sh", "-c", '"$0" "$@" <&-', *MODULE, "delete", str(tmp_path), "0"]
+    done = subprocess.run(shell, env=env(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "stdin is no terminal, so nobody can be asked; pass --yes" in done.stderr
+
+
 def test_five_thousand_tensors_are_shown_quickly(tmp_path: Path) -> None:
     save_model(tmp_path, {f"layers.{i}.{name}": np.zeros(2) for i in range(2500) for name in ("weight", "bias")})
     before = os.times()
