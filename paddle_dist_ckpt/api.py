@@ -64,6 +64,19 @@ def save_state_dict(
 ) -> AsyncSave: ...
 
 
+@overload
+def save_state_dict(
+    state_dict: dict[Any, Any],
+    path: Any,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    unique_id: int | None = None,
+    async_save: bool = False,
+    *,
+    options: SaveOptions | None = None,
+) -> SaveReport | AsyncSave: ...
+
+
 @takes(SaveOptions)
 def save_state_dict(
     state_dict: dict[Any, Any],

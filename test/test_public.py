@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -28,6 +29,12 @@ def test_names_are_found_however_they_are_asked_for(program: str) -> None:
     if "import errors" in program:
         few = few.replace(" and 'msgspec' not in sys.modules", "")
     subprocess.run([sys.executable, "-c", few + program], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="overloads are not kept")
+def test_a_type_checker_lets_a_variable_say_whether_a_save_is_in_the_background() -> None:
+    found = [form.__annotations__["async_save"] for form in typing.get_overloads(paddle_dist_ckpt.save_state_dict)]
+    assert found == ["Literal[False]", "Literal[True]", "bool"]
 
 
 def test_every_public_name_is_there() -> None:
