@@ -158,6 +158,12 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
     cost: int = 0
     job_offsets: dict[str, list[tuple[int, ...]]] = {}
 
+    def __repr__(self) -> str:
+        """Which checkpoint it is: all that it holds may be megabytes."""
+        sizes = f"tensors={len(self.table.paths)}, values={len(self.value_records)}, files={len(self.files)}"
+        about = f"unique_id={self.unique_id}, save_id={self.save_id!r}, format={self.format!r}"
+        return f"<Metadata: {about}, world_size={self.world_size}, created={self.created!r}, {sizes}>"
+
     @cached_property
     def user_metadata(self) -> dict[str, Any]:
         """What ``SaveOptions.user_metadata`` held; empty if it held nothing."""

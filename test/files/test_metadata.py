@@ -33,6 +33,7 @@ from paddle_dist_ckpt.files.metadata import (
 from paddle_dist_ckpt.tree.paths import ListIndex
 from paddle_dist_ckpt.tree.values import to_jsonable
 from test.core.test_shards import tables
+from test.report.samples import large_metadata
 from test.strategies import examples
 
 MEBI = 1 << 20
@@ -195,6 +196,12 @@ def test_what_users_see_of_a_checkpoint() -> None:
     assert metadata.variable_names == {"model.a\\.b": "linear_0.w_0"}
     assert metadata.user_metadata == {"note": (1, 2)}
     assert metadata.key("/opt/~l0") == "opt.0"
+
+
+def test_metadata_are_told_in_a_line() -> None:
+    found = repr(large_metadata(2000))
+    assert found.startswith("<Metadata: unique_id=7, save_id='0123456789abcdef', format='native', world_size=64, ")
+    assert found.endswith(" tensors=2000, values=1, files=64>")
 
 
 def test_an_empty_checkpoint_comes_back() -> None:
