@@ -178,8 +178,9 @@ def statistics(
     sums = _Sums()
     for raw, times in _read_windows(storage, metadata, tensor, box):
         items = raw.reshape(-1)
-        for start in range(0, items.size, _ITEMS_AT_ONCE):
-            sums.add(items[start : start + _ITEMS_AT_ONCE].view(arithmetic_dtype(tensor.dtype)), times)
+        with np.errstate(over="ignore"):  # a sum that is infinite says so itself
+            for start in range(0, items.size, _ITEMS_AT_ONCE):
+                sums.add(items[start : start + _ITEMS_AT_ONCE].view(arithmetic_dtype(tensor.dtype)), times)
         progress(raw.nbytes * times)
     if not sums.finite:
         return Statistics(box.size, sums.nan, sums.infinite, sums.zero, None, None, None, None)

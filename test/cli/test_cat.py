@@ -58,6 +58,13 @@ def test_values(tmp_path: Path) -> None:
     assert "neither slices nor statistics" in fails("cat", tmp_path, "step", "--stats")
 
 
+@pytest.mark.filterwarnings("error")
+def test_statistics_of_items_whose_squares_are_too_large(tmp_path: Path) -> None:
+    save_model(tmp_path, {"w": np.array([1.7e308, 1.7e308, -1.0])})
+    found = answer("cat", tmp_path, "model.w", "--stats")["stats"]
+    assert (found["max"], found["mean"], found["norm"]) == (1.7e308, "Infinity", "Infinity")
+
+
 @pytest.mark.parametrize(("command", "reads"), [(("model.w",), "read_region"), (("large",), "read_value")])
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], reads: str
