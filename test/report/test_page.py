@@ -111,6 +111,14 @@ def test_the_script_sets_text_only() -> None:
             assert "</" not in text, asset.name
 
 
+def test_a_print_cuts_off_no_list() -> None:
+    style = (ASSETS / "page.css").read_text(encoding="utf-8")
+    (rules,) = re.findall(r"@media print \{.*?\n\}", style, re.DOTALL)
+    whole = [rule for rule in rules.splitlines() if "max-height: none !important" in rule]
+    assert whole
+    assert {".scroll", "#detail"} <= set(re.split(r"[\s,{]+", whole[0]))
+
+
 def test_asset_files_stay_small() -> None:
     sizes = {asset.name: len(asset.read_text(encoding="utf-8").splitlines()) for asset in ASSETS.iterdir()}
     assert max(sizes.values()) <= 350, sizes
