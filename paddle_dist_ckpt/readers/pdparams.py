@@ -1,6 +1,8 @@
 """Reads what `paddle.save` writes: `.pdparams` and `.pdopt`, each one pickle of a state_dict.
 
-Arrays of uint16 are bfloat16, as `paddle.load` takes them. Of float8 tensors Paddle writes int8, and so they are read.
+Tensors of uint16 are bfloat16, as `paddle.load` takes them. Of float8 tensors Paddle writes int8, and so they are read.
+Which arrays are tensors is told by a table of names, or by the name that stands before one in a tuple. In a file that
+has neither, all are; in one that has either, all others are arrays of numpy's, and uint16 is uint16.
 """
 
 from __future__ import annotations
@@ -138,8 +140,7 @@ class PickledState:
 
     def opened(self, path: tuple[Part, ...], array: PickledArray) -> LyingArray:
         """A tensor's element type as it is meant, its shape, and how its data lie."""
-        opened = array.opened(AtPath(self._file.name, path), self._file.size)
-        return opened._replace(dtype=meant(opened.dtype) or opened.dtype)
+        return _as_tensor(array.opened(AtPath(self._file.name, path), self._file.size))
 
     def add_to(self, assembly: Assembly, prefix: tuple[Part, ...], listed: _IndexedFile | None) -> None:
         """Add all tensors and values, with these parts before their paths.
@@ -153,6 +154,7 @@ class PickledState:
             CheckpointCorruptedError: it does not have what the index says.
         """
         file, number = self._file.name, assembly.file(self._file.name, self._file.name)
+        is_told = _NAMES in self.tree
         names, unpacked = self.names(), self._table(_UNPACKED)
         if listed is not None:
             for key in listed.keys:
@@ -163,18 +165,21 @@ class PickledState:
                     del self.tree[key]
         for key, told in unpacked.items():
             self._add_joined(assembly, prefix, key, told, names.get(key))
+        undecided: list[tuple[tuple[Part, ...], LyingArray]] = []
         for path, value, name in self.leaves():
             full = (*prefix, *path)
             if not isinstance(value, PickledArray):
-                if path:
-                    assembly.add_value(file, full, value)
+                assembly.add_value(file, full, value)
                 continue
-            array = self.opened(path, value)
+            is_told = is_told or name is not None
             name = name or (names.get(path[0]) if len(path) == 1 else None)
-            name = name if isinstance(name, str) else None
-            pieces = assembly.pieces(AtPath(file, full), whole(array.shape), number, array)
-            offsets = None if array.axes is None else [(0,) * len(array.shape)]
-            assembly.add_tensor(file, full, array.dtype, array.shape, name, pieces, offsets)
+            array = value.opened(AtPath(file, path), self._file.size)
+            if name is None and meant(array.dtype) != array.dtype:
+                undecided.append((full, array))
+            else:
+                _add_array(assembly, file, full, number, _as_tensor(array), name if isinstance(name, str) else None)
+        for full, array in undecided:
+            _add_array(assembly, file, full, number, array if is_told else _as_tensor(array), None)
 
     def _add_joined(self, assembly: Assembly, prefix: tuple[Part, ...], key: Any, told: Any, name: Any) -> None:
         """A tensor of more than a GiB, which protocols 2 and 3 have in slices of its elements."""
@@ -216,3 +221,16 @@ class PickledState:
         if type(table) is not dict:
             raise CheckpointCorruptedError(f"{self._file.name}: {key} is no dict")
         return table
+
+
+def _as_tensor(array: LyingArray) -> LyingArray:
+    """An array with the element type that a tensor has of which Paddle has written it."""
+    return array._replace(dtype=meant(array.dtype) or array.dtype)
+
+
+def _add_array(
+    assembly: Assembly, file: str, path: tuple[Part, ...], number: int, array: LyingArray, name: str | None
+) -> None:
+    pieces = assembly.pieces(AtPath(file, path), whole(array.shape), number, array)
+    offsets = None if array.axes is None else [(0,) * len(array.shape)]
+    assembly.add_tensor(file, path, array.dtype, array.shape, name, pieces, offsets)

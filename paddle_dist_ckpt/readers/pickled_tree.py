@@ -63,6 +63,8 @@ class _Tree:
                     yield PickledLeaf((*path, key), part, None)
                 else:
                     yield from self.below((*path, key), part)
+        elif not path:
+            raise UnsupportedValueError(f"{self._file.name} is a dict with a key that is neither str nor int")
         elif self._holds_array(path, value, len(path)):
             if type(value) is dict:
                 raise UnsupportedValueError(f"{self._where(path)} has a key above an array that is neither str nor int")

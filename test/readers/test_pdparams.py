@@ -147,6 +147,36 @@ def test_uint16_is_what_paddle_takes_it_for(paddle: Any, tmp_path: Path) -> None
     assert described(read(tmp_path))[("w",)][0] == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {},
+        {"t": "tensor"},
+        {"scheduler": {"counts": "array"}, "t": "tensor"},
+        {"model": {"t": "tensor"}, "counts": "array", "list": ["array", 3]},
+    ],
+)
+def test_uint16_of_numpy_is_that_where_paddle_says_what_tensors_are(paddle: Any, tmp_path: Path, beside: Any) -> None:
+    """Numbers of tokens, say: where nothing tells them from tensors, `paddle.load` takes them for some as well."""
+    made = {"tensor": lambda: paddle.ones([2], "bfloat16"), "array": lambda: np.arange(3, dtype=np.uint16)}
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(part) for key, part in value.items()}
+        return [filled(part) for part in value] if isinstance(value, list) else made.get(value, lambda: value)()
+
+    def dtypes(value: Any) -> Any:
+        if isinstance(value, (dict, list)):
+            parts = value.values() if isinstance(value, dict) else value
+            return [name for part in parts for name in dtypes(part)]
+        return [str(value.dtype).removeprefix("paddle.")] if hasattr(value, "dtype") else []
+
+    paddle.save(filled({**beside, "more": {"counts": "array"}}), str(tmp_path / "all.pdparams"))
+    by_paddle = dtypes(paddle.load(str(tmp_path / "all.pdparams")))
+    assert sorted(tensor.dtype.name for tensor in read(tmp_path).tensors) == sorted(by_paddle)
+    assert "uint16" in by_paddle
+
+
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 def test_arrays_of_every_type_and_shape_are_read(protocol: int, tmp_path: Path) -> None:
     names = ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64")
@@ -390,6 +420,14 @@ def test_what_cannot_be_held_is_refused_by_name(value: Any, message: str | None,
     else:
         with pytest.raises((UnsupportedValueError, CheckpointCorruptedError), match=message):
             read_one(tmp_path, {"x": value})
+
+
+@pytest.mark.parametrize("state", [{None: 1}, {(1, 2): 3, "a": 4}, {True: WEIGHT}])
+def test_keys_that_cannot_be_held_are_refused_at_the_top_as_well(state: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedValueError, match=r"^model\.pdparams is a dict with a key that is neither str nor int$"
+    ):
+        read_one(tmp_path, state)
 
 
 def test_tuples_of_arrays_have_paths(tmp_path: Path) -> None:
