@@ -169,17 +169,19 @@ class _PlainValue:
         nbytes = check_shape(tensor.shape, dtype.itemsize, self._where)
         member = self._zip.member(f"data/{tensor.key}")
         begin = tensor.offset * dtype.itemsize
-        if member.nbytes != tensor.storage_size * stored or (nbytes and begin + nbytes > member.nbytes):
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
+        end = begin + (last + 1) * dtype.itemsize  # of an expanded tensor, fewer bytes than it has elements for
+        if member.nbytes != tensor.storage_size * stored or (nbytes and end > member.nbytes):
             raise ValueError(
-                f"a tensor of {nbytes} bytes from {begin} on, in a storage of {tensor.storage_size} elements that "
-                f"has {member.nbytes} bytes"
+                f"a tensor from {begin} to {end}, in a storage of {tensor.storage_size} elements that has "
+                f"{member.nbytes} bytes"
             )
         position, axes = member.position + (begin if nbytes else 0), None
         if nbytes and not _is_contiguous(tensor.shape, tensor.stride):
             axes = dense_axes(tensor.shape, tensor.stride)
             if axes is None:
                 raise Refused(
-                    f"is stored with gaps (shape {list(tensor.shape)}, strides {list(tensor.stride)}), "
+                    f"is stored with gaps, or expanded (shape {list(tensor.shape)}, strides {list(tensor.stride)}), "
                     "which is not read"
                 )
         return PlacedTensor(LyingArray(dtype, tensor.shape, position, axes), member)

@@ -424,9 +424,7 @@ def test_what_cannot_be_held_is_refused_by_name(value: Any, message: str | None,
 
 @pytest.mark.parametrize("state", [{None: 1}, {(1, 2): 3, "a": 4}, {True: WEIGHT}])
 def test_keys_that_cannot_be_held_are_refused_at_the_top_as_well(state: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        UnsupportedValueError, match=r"^model\.pdparams is a dict with a key that is neither str nor int$"
-    ):
+    with pytest.raises(UnsupportedValueError, match="^model.pdparams is a dict with a key that is neither"):
         read_one(tmp_path, state)
 
 

@@ -264,6 +264,10 @@ def with_gaps(writer: DCPWriter) -> None:
     writer.put("w", (0, 0), saved(tensor("float32", (4, 6), stride=(7, 1), size=28), bytes(28 * 4)))
 
 
+def expanded(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6), stride=(0, 1), size=6), bytes(6 * 4)))
+
+
 def conjugate(writer: DCPWriter) -> None:
     writer.put("w", (0, 0), saved(tensor("float32", (4, 6), marks={"conj": True}), ARRAY.tobytes()))
 
@@ -293,7 +297,8 @@ def sparse(writer: DCPWriter) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (with_gaps, r"'w' is stored with gaps \(shape \[4, 6\], strides \[7, 1\]\)"),
+        (with_gaps, r"'w' is stored with gaps, or expanded \(shape \[4, 6\], strides \[7, 1\]\)"),
+        (expanded, r"'w' is stored with gaps, or expanded \(shape \[4, 6\], strides \[0, 1\]\)"),
         (conjugate, "'w' is stored to be changed when it is loaded.*conj"),
         (compressed, "compressed"),
         (big_endian, "byte order"),
