@@ -116,8 +116,11 @@ def plan_pdparams(tensors: Sequence[ExportTensor], values: Sequence[tuple[str, A
         _check_name(plain_key(path), parse_path(path)[0])
         _check_no_bytes(path, value)
     # As Paddle does it: of a file with a pair of name and array, the pairs become tensors and other arrays stay arrays.
+    # An array of bfloat16, which Paddle writes as uint16, would be one of integers then.
+    arrays = {tensor.path for tensor in tensors if tensor.kind == Kind.ARRAY}
+    if len(arrays) < len(tensors):
+        arrays -= {tensor.path for tensor in tensors if tensor.dtype.name == "bfloat16"}
     leaves = [
-        (tensor.path, tensor if tensor.kind == Kind.ARRAY else (tensor.name or tensor.key, tensor))
-        for tensor in tensors
+        (tensor.path, tensor if tensor.path in arrays else (tensor.name or tensor.key, tensor)) for tensor in tensors
     ]
     return [ExportFile(name, pickled(build_tree([*leaves, *values])))]

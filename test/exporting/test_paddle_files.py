@@ -100,6 +100,21 @@ def test_a_file_of_a_nested_state_dict(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.pdparams", "ckpt"]
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_arrays_of_bfloat16_stay_that_beside_tensors(dtype: str | None, tmp_path: Path) -> None:
+    """A file with tensors in pairs has arrays beside them, of which uint16 would be uint16 to `paddle.load`."""
+    arrays = {"half": make_array((5,), "bfloat16"), "full": np.arange(3, dtype=np.float32)}
+    state = {**arrays, "tensor": split_rows(np.ones((4, 2), np.float32), 1)[0]}
+    save_alone(state, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams", dtype=dtype)
+    found = pickle.loads((tmp_path / "out.pdparams").read_bytes())
+    assert found["half"][0] == "half"
+    assert type(found["full"]) is (tuple if dtype else np.ndarray)
+    read = load_whole(tmp_path / "out.pdparams")
+    assert {key: read[key].dtype.name for key in arrays} == {"half": "bfloat16", "full": dtype or "float32"}
+    assert same_bits(read["half"], arrays["half"])
+
+
 @pytest.mark.parametrize("format", ["paddle", "pdparams"])
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "float8_e4m3fn"])
 def test_types_that_paddle_has_no_array_for(tmp_path: Path, format: str, dtype: str) -> None:
