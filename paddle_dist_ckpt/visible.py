@@ -15,6 +15,7 @@ __all__ = ["MOST_KEY", "MOST_LINE", "each_visible", "escaped", "is_made_visible"
 
 MOST_KEY = 512
 MOST_LINE = 4000
+_ABOUT = 40  # characters that say how many are left out; with them it is no longer, or it would be cut again
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format (such as marks of direction), surrogates, separators
 # Letters, marks and places without a character that nothing is drawn for: fillers, selectors of variants, joiners.
 _BLANK = re.compile(
@@ -26,7 +27,7 @@ def visible(text: str, most: int | None = MOST_KEY) -> str:
     r"""Text with an escape as Python writes it, such as ``\x1b``, for every character that cannot be seen or that
     changes what others look like; of more than ``most`` characters the middle is left out."""
     if most is not None and len(text) > most:
-        half = most // 2
+        half = (most - _ABOUT) // 2
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
     return escaped(text, lambda character: character.encode("unicode_escape").decode())
 

@@ -100,28 +100,30 @@ def _told(debug: Any) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, typer.Abort):
-        _tell(lambda: typer.echo("interrupted", err=True))
+        _try(lambda: typer.echo("interrupted", err=True), sys.stderr)
         raise typer.Exit(130) from None
     except BrokenPipeError:  # who read the output wants no more of it
         _silence(sys.stdout)
         raise typer.Exit(141) from None
     except Exception as error:
         if hasattr(error, "show"):  # wrong use, which typer explains
-            _tell(error.show)
+            _try(error.show, sys.stderr)
         elif hasattr(error, "exit_code"):
             raise
         else:
             text = traceback.format_exc().rstrip() if debug else f"error: {_with_commands(_text(error))}"
-            _tell(lambda: typer.echo(visible_lines(text), err=True))
+            _try(lambda: typer.echo(visible_lines(text), err=True), sys.stderr)
+        if sys.stdout is not None:  # what it did not take is not tried again when Python ends
+            _try(sys.stdout.flush, sys.stdout)
         raise typer.Exit(2) from None
 
 
-def _tell(write: Callable[[], object]) -> None:
-    """Write to stderr. If nobody reads that, or its disk is full, the exit code still says what has happened."""
+def _try(write: Callable[[], object], stream: Any) -> None:
+    """Write to a stream. If nobody reads it, or its disk is full, the exit code still says what has happened."""
     try:
         write()
     except OSError:
-        _silence(sys.stderr)
+        _silence(stream)
 
 
 def _silence(stream: Any) -> None:

@@ -661,6 +661,7 @@ def test_a_handler_of_the_log_may_ask_the_manager(tmp_path: Path, in_background:
         (tmp_path / "step-00000000").mkdir()
         (tmp_path / "step-00000000" / "0.metadata").write_bytes(b"rubbish")
     handler, logger = Asks(), logging.getLogger("paddle_dist_ckpt")
+    filters = list(logger.filters)
     logger.addHandler(handler)
     try:
         worker = threading.Thread(target=work, daemon=True)
@@ -671,7 +672,7 @@ def test_a_handler_of_the_log_may_ask_the_manager(tmp_path: Path, in_background:
         logger.removeHandler(handler)
     assert ("without the metric" if what == "metric" else "not counted") in seen[0][0]
     assert seen[1] == ("", 2)
-    assert not logger.filters
+    assert logger.filters == filters
 
 
 @pytest.mark.parametrize("keep_last", [None, 2])
