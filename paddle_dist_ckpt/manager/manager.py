@@ -15,7 +15,6 @@ import functools
 import json
 import logging
 import os
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -144,18 +143,10 @@ class CheckpointManager:
         self._closed = False
         self._is_behind = True  # no save was committed since it was made, or since one has failed
         self._told: set[str] = set()  # what was warned of, which is said once
-        self._came_late = False
-        self._end_of_sigterm = on_sigterm(self._terminated) if save_on_sigterm else None
+        self._end_of_sigterm = on_sigterm(self._schedule.request) if save_on_sigterm else None
 
     def _renew_lock(self) -> None:
         self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
-
-    def _terminated(self) -> None:
-        """SIGTERM has come. During the last save it does what it would have done, but after that save."""
-        if self._closed:
-            self._came_late = True
-        else:
-            self._schedule.request()
 
     def _check_root(self) -> None:
         with self._folders() as opened:
@@ -461,7 +452,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the background save, and restore the handling of SIGTERM. The manager cannot save any more then.
 
-        If a SIGTERM made it stop, repetitions within 10 seconds of that still do not count.
+        If a SIGTERM made it stop, repetitions within 10 seconds of that still do not count. One that came and did not,
+        as there was no further step, now does what it would have done without a manager.
 
         Raises:
             CheckpointError: the save in the background failed.
@@ -476,8 +468,6 @@ class CheckpointManager:
         finally:
             if self._end_of_sigterm is not None:  # and not before: a launcher repeats the signal during the last save
                 self._end_of_sigterm(self._schedule.stopping)
-            if self._came_late:
-                signal.raise_signal(signal.SIGTERM)
 
     def __repr__(self) -> str:
         given = "".join(f", {name}={value!r}" for name, value in self._arguments.items() if value not in (None, False))

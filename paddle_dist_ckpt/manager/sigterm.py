@@ -3,6 +3,7 @@
 There is one handler for all of them. Launchers send the signal several times in a row, so repetitions count only some
 seconds later; then, and when nobody asks any more, it does what it would have done without the handler. If those who
 asked have done what the signal was for, the handler stays for so long, since it would be repeated to what comes next.
+If none of them has by the time that the last one ends, it does then what it would have done.
 
 Others may put a handler of theirs on top and call this one from it, and that for as long as the process lives. So what
 was there before is remembered, of each time that this one was installed.
@@ -36,7 +37,8 @@ def on_sigterm(listener: Callable[[], None]) -> Callable[..., None]:
     Returns:
         A function that ends this. It may be called on any thread, and again. It takes whether the signal has been
         served: then its repetitions still do not count, nor does the first one, if another rank has told of it that got
-        it earlier. By default it has not.
+        it earlier. By default it has not; if none of those who have asked has served one that came, the last to end has
+        it do what it would have done.
     """
     global _first, _served
     if signal.getsignal(signal.SIGTERM) is not _handle:
@@ -53,17 +55,22 @@ def on_sigterm(listener: Callable[[], None]) -> Callable[..., None]:
         _listeners.pop(token, None)
         if _served and _first is None and not _listeners:
             _first = time.monotonic()
+        is_left = _first is not None and not _served and not _listeners
+        if is_left:
+            _first = None  # or the next one who asks would be taken to be repeating it
         if not _listeners and not _is_repeated() and threading.current_thread() is threading.main_thread():
             _give_back()
+        if is_left:
+            signal.raise_signal(signal.SIGTERM)
 
     return end
 
 
 def _forget() -> None:
     """In a process that was forked, which does not have its parent's listeners."""
-    global _served
+    global _first, _served
     _listeners.clear()
-    _served = False
+    _first, _served = None, False
 
 
 def _ignore() -> None:

@@ -186,15 +186,37 @@ def test_repetitions_of_a_signal_that_was_served_do_not_count_after_the_end(
     assert fate(body) == SURVIVED
 
 
-def test_repetitions_of_a_signal_that_was_not_served_count_after_the_end() -> None:
+@pytest.mark.parametrize("on_top", [False, True])
+def test_a_signal_that_was_not_served_counts_at_the_end_of_the_last_one(on_top: bool) -> None:
+    def body() -> None:
+        called: list[int] = []
+        signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+        first, second = on_sigterm(lambda: None), on_sigterm(lambda: None)
+        if on_top:
+            put_on_top()
+        terminate()
+        first(False)
+        assert not called, "the other one may serve it yet"
+        second(False)
+        second(False)
+        assert called == [1]
+        terminate()
+        assert called == [1, 1], "nobody asks any more"
+
+    assert fate(body) == SURVIVED
+
+
+def test_a_forked_process_has_no_part_in_a_signal_of_before() -> None:
     def body() -> None:
         end = on_sigterm(lambda: None)
         terminate()
-        end(False)
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        terminate()
+        child = os.fork()
+        if child == 0:
+            end(False)
+            os._exit(SURVIVED)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == SURVIVED
 
-    assert fate(body) == -signal.SIGTERM
+    assert fate(body) == SURVIVED
 
 
 def test_what_was_there_is_put_in_place_at_once_if_no_signal_came_or_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +254,7 @@ def test_who_still_asks_hears_of_a_signal_that_another_was_told_of() -> None:
         first, second = on_sigterm(lambda: heard.append(1)), on_sigterm(lambda: heard.append(2))
         first(True)
         terminate()
-        second()
+        second(True)
         assert heard == [2]
 
     assert fate(body) == SURVIVED

@@ -476,7 +476,10 @@ def test_a_repeated_sigterm_does_not_end_the_last_save(tmp_path: Path, monkeypat
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_first_sigterm_during_the_last_save_counts_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["after the last step", "while its save is waited for"])
+def test_a_first_sigterm_that_no_step_follows_counts_when_the_last_save_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     called, wait_for_save = list[int](), CheckpointManager.wait
 
     def wait(manager: CheckpointManager) -> None:
@@ -488,7 +491,12 @@ def test_a_first_sigterm_during_the_last_save_counts_after_it(tmp_path: Path, mo
     try:
         with CheckpointManager(tmp_path, save_on_sigterm=True) as steps:
             steps.save(1, numbers(1))
-            monkeypatch.setattr(CheckpointManager, "wait", wait)
+            if when == "after the last step":
+                signal.raise_signal(signal.SIGTERM)
+                steps.save(1, numbers(1), force=True)
+                assert not called
+            else:
+                monkeypatch.setattr(CheckpointManager, "wait", wait)
         assert (folders(tmp_path), called) == ([1], [1])
     finally:
         signal.signal(signal.SIGTERM, before)
