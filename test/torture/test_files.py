@@ -45,6 +45,7 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 def test_files_with_something_changed_are_refused_or_read(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     outcomes: Counter[str] = Counter()
     for seed in range(5000 if request.config.getoption("--long") else 60):

@@ -20,6 +20,7 @@ from .stops import PERIOD
 from .suites import named
 
 _REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
