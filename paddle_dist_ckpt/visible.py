@@ -11,10 +11,20 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable
 
-__all__ = ["MOST_KEY", "MOST_LINE", "each_visible", "escaped", "is_made_visible", "visible", "visible_lines"]
+__all__ = [
+    "MOST_KEY",
+    "MOST_LINE",
+    "MOST_MESSAGE",
+    "each_visible",
+    "escaped",
+    "is_made_visible",
+    "visible",
+    "visible_lines",
+]
 
 MOST_KEY = 512
 MOST_LINE = 4000
+MOST_MESSAGE = 1 << 16  # of a line in which many ranks may have their say
 _ABOUT = 40  # characters that say how many are left out; with them it is no longer, or it would be cut again
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format (such as marks of direction), surrogates, separators
 # Letters, marks and places without a character that nothing is drawn for: fillers, selectors of variants, joiners.
@@ -32,10 +42,10 @@ def visible(text: str, most: int | None = MOST_KEY) -> str:
     return escaped(text, lambda character: character.encode("unicode_escape").decode())
 
 
-def visible_lines(text: str, most: int | None = MOST_LINE) -> str:
+def visible_lines(text: str) -> str:
     """A message of several lines, each of them visible. All but the first are indented, so that none of them looks like
     a message of its own."""
-    first, *others = (visible(line, most) for line in text.split("\n"))
+    first, *others = (visible(line, MOST_MESSAGE) for line in text.split("\n"))
     return "\n".join([first, *(line if line.startswith("  ") else f"    {line}" for line in others)])
 
 
@@ -53,7 +63,10 @@ def escaped(text: str, escape: Callable[[str], str]) -> str:
 
 def is_made_visible(record: logging.LogRecord) -> bool:
     """A filter of a logger, which lets each record pass, and has nothing in it that could look like another record."""
-    text = record.getMessage()
+    try:
+        text = record.getMessage()
+    except Exception:  # its arguments do not fit: logging itself says so where it is written
+        return True
     shown = visible_lines(text)
     if shown != text:
         record.msg, record.args = shown, None

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointNotFoundError, StateDictMismatchError, UnsupportedValueError
-from paddle_dist_ckpt.visible import MOST_KEY, MOST_LINE, visible, visible_lines
+from paddle_dist_ckpt import CheckpointError, CheckpointNotFoundError, StateDictMismatchError, UnsupportedValueError
+from paddle_dist_ckpt.visible import MOST_KEY, MOST_LINE, is_made_visible, visible, visible_lines
 from test.jobs import load_alone, load_whole, save_alone
 
 EVIL = "\x1b]0;owned\x07\u202e\n2026-03-01 ERROR forged"
@@ -67,3 +67,14 @@ def test_a_line_of_the_log_is_one(caplog: pytest.LogCaptureFixture) -> None:
     shown = SHOWN.replace("\\n", "\n    ")
     assert caplog.messages == [f"/data: {shown}", "/data: 3"]
     assert caplog.records[1].args == ("/data", 3)
+
+
+def test_a_record_whose_arguments_do_not_fit_is_left_to_logging() -> None:
+    record = logging.LogRecord("paddle_dist_ckpt", logging.WARNING, "", 0, "%d", ("a",), None)
+    assert is_made_visible(record)
+    assert record.args == ("a",)
+
+
+def test_what_many_ranks_say_is_not_cut() -> None:
+    said = "; ".join(f"on rank {rank}: {'x' * 80}" for rank in range(256))
+    assert str(CheckpointError(said)) == said

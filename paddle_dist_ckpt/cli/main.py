@@ -127,8 +127,8 @@ def _try(write: Callable[[], object], stream: Any) -> None:
 
 
 def _silence(stream: Any) -> None:
-    """Have no error come of what is still to be written to a stream."""
-    with suppress(OSError):
+    """Have no error come of what is still to be written to a stream; there is none if it was closed from the start."""
+    with suppress(OSError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -23,6 +23,7 @@ from ..readers.checks import is_text
 from ..storage.base import Storage
 from ..tree.paths import format_path
 from ..tree.values import to_jsonable
+from ..visible import visible
 from .foreign import Format, look, part_text
 
 __all__ = ["foreign_ids", "ids_beside", "read_foreign"]
@@ -91,7 +92,7 @@ def _only_our_errors(folder: str, title: str) -> Iterator[None]:
     try:
         yield
     except (CheckpointCorruptedError, UnsupportedValueError) as error:
-        if folder in str(error):
+        if visible(folder, None) in str(error):
             raise
         raise type(error)(f"{folder}: {error}") from error
     except (CheckpointError, OSError):

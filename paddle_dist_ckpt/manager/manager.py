@@ -453,11 +453,15 @@ class CheckpointManager:
         """Wait for the background save, and restore the handling of SIGTERM. The manager cannot save any more then.
 
         If a SIGTERM made it stop, repetitions within 10 seconds of that still do not count. One that came and did not,
-        as there was no further step, now does what it would have done without a manager.
+        as there was no further step, now does what it would have done without a manager, unless an exception is raised.
 
         Raises:
             CheckpointError: the save in the background failed.
         """
+        self._close(False)
+
+    def _close(self, raising: bool) -> None:
+        """See :meth:`close`; whether an exception is on its way, which a signal is not to hide."""
         if self._closed:
             self.wait()  # if that was interrupted
             return
@@ -465,9 +469,12 @@ class CheckpointManager:
         self._schedule.close()
         try:
             self.wait()
+        except BaseException:
+            raising = True
+            raise
         finally:
             if self._end_of_sigterm is not None:  # and not before: a launcher repeats the signal during the last save
-                self._end_of_sigterm(self._schedule.stopping)
+                self._end_of_sigterm(self._schedule.stopping, raising)
 
     def __repr__(self) -> str:
         given = "".join(f", {name}={value!r}" for name, value in self._arguments.items() if value not in (None, False))
@@ -478,7 +485,7 @@ class CheckpointManager:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self.close()
+            self._close(kind is not None)
         except Exception:
             if kind is None:
                 raise

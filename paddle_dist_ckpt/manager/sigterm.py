@@ -38,7 +38,7 @@ def on_sigterm(listener: Callable[[], None]) -> Callable[..., None]:
         A function that ends this. It may be called on any thread, and again. It takes whether the signal has been
         served: then its repetitions still do not count, nor does the first one, if another rank has told of it that got
         it earlier. By default it has not; if none of those who have asked has served one that came, the last to end has
-        it do what it would have done.
+        it do what it would have done. Not so if it is told that an exception is on its way, which is to be seen.
     """
     global _first, _served
     if signal.getsignal(signal.SIGTERM) is not _handle:
@@ -49,18 +49,22 @@ def on_sigterm(listener: Callable[[], None]) -> Callable[..., None]:
     token = object()
     _listeners[token] = listener
 
-    def end(served: bool = False) -> None:
+    def end(served: bool = False, raising: bool = False) -> None:
         global _first, _served
+        is_own = signal.getsignal(signal.SIGTERM) is _handle
+        is_main = threading.current_thread() is threading.main_thread()
         _served = _served or served
         _listeners.pop(token, None)
         if _served and _first is None and not _listeners:
             _first = time.monotonic()
-        is_left = _first is not None and not _served and not _listeners
+        is_left = _first is not None and not _served and not _listeners and not raising
         if is_left:
             _first = None  # or the next one who asks would be taken to be repeating it
-        if not _listeners and not _is_repeated() and threading.current_thread() is threading.main_thread():
+        if not _listeners and not _is_repeated() and is_main:
             _give_back()
-        if is_left:
+        if is_left and is_main and not is_own:  # who is on top has heard of it, and called the handler
+            _pass_on(signal.SIGTERM, None)
+        elif is_left:
             signal.raise_signal(signal.SIGTERM)
 
     return end

@@ -192,14 +192,14 @@ def test_a_signal_that_was_not_served_counts_at_the_end_of_the_last_one(on_top: 
         called: list[int] = []
         signal.signal(signal.SIGTERM, lambda *_: called.append(1))
         first, second = on_sigterm(lambda: None), on_sigterm(lambda: None)
-        if on_top:
-            put_on_top()
+        above = put_on_top() if on_top else []
         terminate()
         first(False)
         assert not called, "the other one may serve it yet"
         second(False)
         second(False)
         assert called == [1]
+        assert above == ["mine"] * on_top, "it has heard of this signal before"
         terminate()
         assert called == [1, 1], "nobody asks any more"
 

@@ -502,6 +502,27 @@ def test_a_first_sigterm_that_no_step_follows_counts_when_the_last_save_is_made(
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize("where", ["in the block", "by the last save"])
+def test_a_sigterm_does_not_hide_what_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """It is what a launcher sends to the ranks that are left when one has died."""
+
+    def fail(manager: CheckpointManager) -> None:
+        raise CheckpointError("by the last save")
+
+    called = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    try:
+        with pytest.raises(CheckpointError, match=where), CheckpointManager(tmp_path, save_on_sigterm=True) as steps:
+            steps.save(1, numbers(1))
+            signal.raise_signal(signal.SIGTERM)
+            if where == "in the block":
+                raise CheckpointError(where)
+            monkeypatch.setattr(CheckpointManager, "wait", fail)
+        assert not called
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_sigterm_reaches_all_managers_that_are_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
