@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from .visible import MOST_MESSAGE, visible
+from .visible import MOST_MESSAGE, each_visible
 
 __all__ = [
     "CheckpointCorruptedError",
@@ -42,7 +42,7 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         """The message, which may name keys and files of a checkpoint of anybody; see :mod:`.visible`."""
-        return "\n".join(visible(line, MOST_MESSAGE) for line in super().__str__().split("\n"))
+        return "\n".join(each_visible(super().__str__().split("\n"), MOST_MESSAGE))
 
 
 class CheckpointNotFoundError(CheckpointError):

@@ -45,13 +45,13 @@ def visible(text: str, most: int | None = MOST_KEY) -> str:
 def visible_lines(text: str) -> str:
     """A message of several lines, each of them visible. All but the first are indented, so that none of them looks like
     a message of its own."""
-    first, *others = (visible(line, MOST_MESSAGE) for line in text.split("\n"))
+    first, *others = each_visible(text.split("\n"), MOST_MESSAGE)
     return "\n".join([first, *(line if line.startswith("  ") else f"    {line}" for line in others)])
 
 
-def each_visible(lines: Iterable[str]) -> list[str]:
+def each_visible(lines: Iterable[str], most: int = MOST_LINE) -> list[str]:
     """Lines of a message, none of which becomes several by what is in it."""
-    return [visible(line, MOST_LINE) for line in lines]
+    return [visible(line, most) for line in lines]
 
 
 def escaped(text: str, escape: Callable[[str], str]) -> str:
