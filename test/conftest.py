@@ -96,10 +96,10 @@ def _text_of(file: Path) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu`` on a machine without one, and those marked ``long`` without ``--long``.
 
-    Those marked ``slow`` come first, so that no worker is busy with one when the others have nothing left to do; and
-    those that share something one after the other.
+    Those that share something come first, one after the other, for one worker has to run all of them; then those marked
+    ``slow``, so that no worker is busy with one when the others have nothing left to do.
     """
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, _shared_by(item.path) or "without"))
+    items.sort(key=_turn)
     if not config.getoption("long"):
         _skip(items, "long", "runs with --long only")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
@@ -125,6 +125,15 @@ def pytest_collection_finish() -> None:
     os.register_at_fork(after_in_child=gc.freeze)
     gc.collect()
     gc.freeze()
+
+
+def _turn(item: pytest.Item) -> int:
+    """When a test begins, among all others."""
+    turns = ("pool", "devices", "rooms")  # the longest first
+    shared = _shared_by(item.path)
+    if shared is not None:
+        return turns.index(shared)
+    return len(turns) + (item.get_closest_marker("slow") is None)
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:

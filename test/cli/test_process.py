@@ -1,8 +1,7 @@
-"""The command line as a process of its own: how fast it starts, its exit codes, pipes, signals, launched ranks."""
+"""The command line as a process of its own: how fast it starts, its exit codes, pipes, signals."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -18,7 +17,6 @@ import pytest
 from paddle_dist_ckpt.version import __version__
 from test.cli.commands import save_model
 from test.jobs import data_files, make_array
-from test.ranks.launcher import forked
 from test.rooms import ROOT
 from test.strategies import some
 
@@ -248,21 +246,3 @@ def test_interrupted(tmp_path: Path, large: Path, command: str) -> None:
         assert time.monotonic() - before < 30
         assert (started.returncode, errors) == (130, "interrupted\n")
     assert not (tmp_path / "b").exists() or list((tmp_path / "b").iterdir()) == []
-
-
-def test_two_ranks_verify(tmp_path: Path) -> None:
-    pytest.importorskip("paddle")
-    save_model(tmp_path / "a", ARRAYS)
-    changed = ARRAYS["a"].copy()
-    changed[[0, 399]] = np.nan
-    save_model(tmp_path / "b", {**ARRAYS, "a": changed})
-    for path in data_files(tmp_path / "b"):
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-    program = "from paddle_dist_ckpt.cli.main import main\n\nmain()\n"
-    (code, first), (_, second) = forked(tmp_path, program, "verify", tmp_path / "b", "--json")
-    assert "\n{" in f"\n{first}", first
-    assert "\n{" not in f"\n{second}"
-    found = json.loads(first[f"\n{first}".index("\n{") : first.rindex("\n}") + 2])
-    assert (code, len(found["problems"])) == (1, 2)
