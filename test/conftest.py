@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -97,7 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip tests marked ``gpu`` on a machine without one, and those marked ``long`` without ``--long``.
 
     Those that share something come first, one after the other, for one worker has to run all of them; then those marked
-    ``slow``, so that no worker is busy with one when the others have nothing left to do.
+    ``slow``, so that no worker is busy with one when the others have nothing left to do. The others are mixed: those
+    that wait more than they compute stand side by side in their files, and processors would have nothing to do.
     """
     items.sort(key=_turn)
     if not config.getoption("long"):
@@ -127,13 +129,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _turn(item: pytest.Item) -> int:
+def _turn(item: pytest.Item) -> tuple[int, int]:
     """When a test begins, among all others."""
     turns = ("pool", "devices", "rooms")  # the longest first
     shared = _shared_by(item.path)
     if shared is not None:
-        return turns.index(shared)
-    return len(turns) + (item.get_closest_marker("slow") is None)
+        return turns.index(shared), 0
+    if item.get_closest_marker("slow"):
+        return len(turns), 0
+    return len(turns) + 1, zlib.crc32(item.nodeid.encode())
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
