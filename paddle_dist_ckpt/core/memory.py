@@ -11,7 +11,6 @@ import mmap
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ __all__ = [
     "copy_bytes",
     "copy_each",
     "copy_various",
-    "free_memory",
     "fresh_pages",
     "gather",
     "zeros_of",
@@ -155,15 +153,6 @@ def fresh_pages(size: int, inherited: bool = True) -> npt.NDArray[np.uint8]:
         with suppress(OSError, ValueError, AttributeError):  # a kernel, or a platform, without it
             memory.madvise(number)
     return np.frombuffer(memory, np.uint8)
-
-
-def free_memory() -> int | None:
-    """How many bytes the host could give out now (Linux); None if it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        return None
 
 
 def zeros_of(shape: Sequence[int], raw: np.dtype[np.generic], what: str) -> npt.NDArray[Any]:

@@ -10,7 +10,8 @@ from typing import TypeVar
 import numpy as np
 
 from ..core.buffers import Buffers
-from ..core.memory import Bytes1D, free_memory, fresh_pages
+from ..core.host_memory import free_memory
+from ..core.memory import Bytes1D, fresh_pages
 from ..errors import CheckpointError
 from ..folder.context import Context
 from ..storage.helpers import StorageCall
