@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from ..core.host_memory import free_memory
 from ..core.messages import decode, encode
 from ..core.progress import Progress
 from ..core.threads import io_threads, run_all
@@ -54,6 +55,7 @@ class RankFiles:
         self._context, self._options, self._order = context, options, order
         self._in_background, self._seconds = in_background, seconds
         self._threads = io_threads(order.ranks_on_host, waits=True)
+        self._free_memory = free_memory() if in_background else None
         self._files: Sequence[FileSave] = ()
         self._digests = b""
         self._beside: list[Callable[[], None]] = []  # to be done while the files are written
@@ -123,8 +125,7 @@ class RankFiles:
 
     def _take_snapshot(self, state: LocalState) -> None:
         """Copy what will be written; write at once what the snapshot has no room for."""
-        bound = self._options.snapshot_bytes
-        surplus = 0 if bound is None else max(0, self.nbytes - bound)
+        surplus = max(0, self.nbytes - self._snapshot_room())
         kept = []
         for file in self._files:
             ahead = bytes_ahead(file.table.nbytes, surplus)
@@ -136,6 +137,26 @@ class RankFiles:
         buffer = self._context.memory.snapshot_buffer(size, state.host_memory)
         for file, start, nbytes in zip(self._files, starts, kept, strict=True):
             file.take_snapshot(buffer[start : start + nbytes])
+
+    def _snapshot_room(self) -> int:
+        """The most bytes that the snapshot may take: what the options say, but no more than the host can give.
+
+        It would not refuse more, but kill one of its processes as that is touched.
+        """
+        wanted, nbytes = self._options.snapshot_bytes, self.nbytes
+        wanted = nbytes if wanted is None else min(wanted, nbytes)
+        ranks = self._order.ranks_on_host
+        room = self._context.memory.snapshot_room(self._free_memory, ranks)
+        if room is None or room >= wanted:
+            return wanted
+        _logger.warning(
+            "%s: %s of the %s bytes of a snapshot are written before the call returns, since there are %s bytes of "
+            "free memory for all ranks of the host (%d)",
+            self._context.storage.location,
+            *(f"{number:,}" for number in (wanted - room, wanted, self._free_memory)),
+            ranks,
+        )
+        return room
 
     def write(self) -> bytes:
         """In round ``write``: write the files, and report them; an empty message says that this rank has failed."""

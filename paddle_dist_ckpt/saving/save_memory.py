@@ -27,6 +27,7 @@ __all__ = ["SaveContext", "SaveMemory"]
 T = TypeVar("T")
 Allocate = Callable[[int], Bytes1D]
 _MOST_KEPT = 4  # states that are saved in turns, a model and its optimizer say, and their plans
+_SHARE = 0.9  # of the free memory that snapshots may take, for training may need some more
 _MOST_ENTRIES = 1 << 18  # of a state or plan that is kept beside the latest one: larger ones would take much memory
 
 
@@ -129,6 +130,16 @@ class SaveMemory:
             return None
         finally:
             ticket.over = True
+
+    def snapshot_room(self, free: int | None, ranks: int) -> int | None:
+        """The most bytes that a snapshot may take without leaving the host too little; None if that is not known.
+
+        Args:
+            free: What the host could give out before any of its ranks has begun to take its snapshot.
+            ranks: How many ranks it has; each is taken to need as much as the others.
+        """
+        kept = len(self._buffer)
+        return None if free is None else max(kept, int(_SHARE * (kept + free / ranks)))
 
     def snapshot_buffer(self, nbytes: int, allocate: Allocate | None = None) -> Bytes1D:
         """Memory for a snapshot: the same again while it is large enough, so that its pages are there already.

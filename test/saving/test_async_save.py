@@ -21,14 +21,16 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import CheckpointError, LoadOptions, verify
+from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.files import datafile
 from paddle_dist_ckpt.files.contents import WINDOW_BYTES
 from paddle_dist_ckpt.reports import SaveReport
 from paddle_dist_ckpt.saving.async_save import AsyncSave
+from paddle_dist_ckpt.saving.save_memory import SaveMemory
 from paddle_dist_ckpt.storage import LocalStorage
-from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank
+from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, shard_array
 from test.background import (
     LONG,
     RANKS,
@@ -413,6 +415,44 @@ def test_a_snapshot_keeps_to_its_bound(tmp_path: Path, bound: int) -> None:
     assert written.by_call + written.later == sum(array.nbytes for array in large_state(total, 1).values())
     merged = load_whole(tmp_path)
     assert all(same_bits(merged[name], array) for name, array in large_state(total, 1).items())
+
+
+@pytest.mark.parametrize("bound", [None, 1 << 40, 3 * WINDOW_BYTES])
+def test_a_snapshot_takes_no_more_than_the_host_can_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bound: int | None
+) -> None:
+    """Two ranks of a host that has free memory for a copy of half of what they write."""
+    each, free = 8 * WINDOW_BYTES, 8 * WINDOW_BYTES + 4
+    room = min(bound or each, int(0.9 * free / 2))
+    monkeypatch.setattr("paddle_dist_ckpt.saving.rank_files.free_memory", lambda: free)
+    rows = each // 1024
+    array, written = make_array((2 * rows, 1024), "uint8", 5), Written()
+
+    def work(rank: SimulatedRank) -> None:
+        state = {"w": shard_array(array, [Box((rank.rank * rows, 0), (rows, 1024))])}
+        pending = rank.save_in_background(state, written.storage(tmp_path), 0, options(snapshot_bytes=bound))
+        assert len(rank.memory._buffer) <= 4 * WINDOW_BYTES
+        state["w"].pieces[0][...] = 0
+        pending.result(LONG)
+
+    job(2, work)
+    assert 2 * (room - WINDOW_BYTES) < written.later <= 2 * room
+    assert same_bits(load_whole(tmp_path)["w"], array)
+    said = [record.getMessage() for record in caplog.records if "of a snapshot" in record.getMessage()]
+    assert len(said) == (2 if bound != 3 * WINDOW_BYTES else 0)
+    for line in said:
+        assert f": {each - room:,} of the {each:,} bytes of a snapshot are written before the call returns" in line
+        assert line.endswith(f"{free:,} bytes of free memory for all ranks of the host (2)")
+
+
+def test_the_memory_that_is_kept_counts_as_free() -> None:
+    memory = SaveMemory()
+    assert memory.snapshot_room(None, 4) is None
+    assert memory.snapshot_room(400, 4) == 90
+    memory.snapshot_buffer(8 << 20)
+    assert memory.snapshot_room(0, 1) == 8 << 20, "what is there is used"
+    assert memory.snapshot_room(64 << 20, 2) == int(0.9 * (40 << 20))
+    assert memory.snapshot_room(1 << 20, 1) == int(0.9 * (9 << 20))
 
 
 def test_the_buffer_is_used_again(tmp_path: Path) -> None:
