@@ -11,7 +11,6 @@ from typing import NoReturn
 
 import numpy as np
 
-from ..core.host_memory import free_memory
 from ..core.messages import decode, encode
 from ..core.progress import Progress
 from ..core.threads import io_threads, run_all
@@ -55,7 +54,6 @@ class RankFiles:
         self._context, self._options, self._order = context, options, order
         self._in_background, self._seconds = in_background, seconds
         self._threads = io_threads(order.ranks_on_host, waits=True)
-        self._free_memory = free_memory() if in_background else None
         self._files: Sequence[FileSave] = ()
         self._digests = b""
         self._beside: list[Callable[[], None]] = []  # to be done while the files are written
@@ -143,19 +141,18 @@ class RankFiles:
 
         It would not refuse more, but kill one of its processes as that is touched.
         """
-        wanted, nbytes = self._options.snapshot_bytes, self.nbytes
-        wanted = nbytes if wanted is None else min(wanted, nbytes)
-        ranks = self._order.ranks_on_host
-        room = self._context.memory.snapshot_room(self._free_memory, ranks)
-        if room is None or room >= wanted:
-            return wanted
-        _logger.warning(
-            "%s: %s of the %s bytes of a snapshot are written before the call returns, since there are %s bytes of "
-            "free memory for all ranks of the host (%d)",
-            self._context.storage.location,
-            *(f"{number:,}" for number in (wanted - room, wanted, self._free_memory)),
-            ranks,
-        )
+        bound, ranks = self._options.snapshot_bytes, self._order.ranks_on_host
+        wanted = self.nbytes if bound is None else min(bound, self.nbytes)
+        room = self._context.memory.snapshot_room(wanted, ranks)
+        if room < wanted:
+            _logger.warning(
+                "%s: of %s bytes that are saved in the background, %s are written before the call returns: a copy of "
+                "them has no room in the memory that is free for the ranks of this host (%d)",
+                self._context.storage.location,
+                f"{wanted:,}",
+                f"{wanted - room:,}",
+                ranks,
+            )
         return room
 
     def write(self) -> bytes:

@@ -131,15 +131,16 @@ class SaveMemory:
         finally:
             ticket.over = True
 
-    def snapshot_room(self, free: int | None, ranks: int) -> int | None:
-        """The most bytes that a snapshot may take without leaving the host too little; None if that is not known.
+    def snapshot_room(self, nbytes: int, ranks: int) -> int:
+        """How much of a snapshot of so many bytes there is memory for, without leaving the host too little.
 
         Args:
-            free: What the host could give out before any of its ranks has begun to take its snapshot.
-            ranks: How many ranks it has; each is taken to need as much as the others.
+            nbytes: The bytes.
+            ranks: How many ranks the host has. All look at about the same time, and may need as much as this one.
         """
         kept = len(self._buffer)
-        return None if free is None else max(kept, int(_SHARE * (kept + free / ranks)))
+        free = free_memory() if nbytes > kept else None
+        return nbytes if free is None else min(nbytes, max(kept, int(_SHARE * (kept + free / ranks))))
 
     def snapshot_buffer(self, nbytes: int, allocate: Allocate | None = None) -> Bytes1D:
         """Memory for a snapshot: the same again while it is large enough, so that its pages are there already.

@@ -424,7 +424,7 @@ def test_a_snapshot_takes_no_more_than_the_host_can_give(
     """Two ranks of a host that has free memory for a copy of half of what they write."""
     each, free = 8 * WINDOW_BYTES, 8 * WINDOW_BYTES + 4
     room = min(bound or each, int(0.9 * free / 2))
-    monkeypatch.setattr("paddle_dist_ckpt.saving.rank_files.free_memory", lambda: free)
+    monkeypatch.setattr("paddle_dist_ckpt.saving.save_memory.free_memory", lambda: free)
     rows = each // 1024
     array, written = make_array((2 * rows, 1024), "uint8", 5), Written()
 
@@ -438,21 +438,29 @@ def test_a_snapshot_takes_no_more_than_the_host_can_give(
     job(2, work)
     assert 2 * (room - WINDOW_BYTES) < written.later <= 2 * room
     assert same_bits(load_whole(tmp_path)["w"], array)
-    said = [record.getMessage() for record in caplog.records if "of a snapshot" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "has no room" in record.getMessage()]
     assert len(said) == (2 if bound != 3 * WINDOW_BYTES else 0)
     for line in said:
-        assert f": {each - room:,} of the {each:,} bytes of a snapshot are written before the call returns" in line
-        assert line.endswith(f"{free:,} bytes of free memory for all ranks of the host (2)")
+        assert f": of {each:,} bytes that are saved in the background, {each - room:,} are written before" in line
+        assert line.endswith("the memory that is free for the ranks of this host (2)")
 
 
-def test_the_memory_that_is_kept_counts_as_free() -> None:
-    memory = SaveMemory()
-    assert memory.snapshot_room(None, 4) is None
-    assert memory.snapshot_room(400, 4) == 90
+def test_the_memory_that_is_kept_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, asked = SaveMemory(), []
+
+    def room(free: int | None, nbytes: int, ranks: int) -> int:
+        monkeypatch.setattr("paddle_dist_ckpt.saving.save_memory.free_memory", lambda: asked.append(free) or free)
+        return memory.snapshot_room(nbytes, ranks)
+
+    assert room(None, 1 << 50, 4) == 1 << 50
+    assert [room(400, 80, 4), room(400, 91, 4)] == [80, 90]
     memory.snapshot_buffer(8 << 20)
-    assert memory.snapshot_room(0, 1) == 8 << 20, "what is there is used"
-    assert memory.snapshot_room(64 << 20, 2) == int(0.9 * (40 << 20))
-    assert memory.snapshot_room(1 << 20, 1) == int(0.9 * (9 << 20))
+    assert room(0, 9 << 20, 1) == 8 << 20, "what is there is used"
+    assert room(64 << 20, 64 << 20, 2) == int(0.9 * (40 << 20))
+    assert room(1 << 20, 10 << 20, 1) == int(0.9 * (9 << 20))
+    asked.clear()
+    assert room(0, 8 << 20, 8) == 8 << 20
+    assert not asked, "there is enough"
 
 
 def test_the_buffer_is_used_again(tmp_path: Path) -> None:
