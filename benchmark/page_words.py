@@ -83,10 +83,10 @@ _WORDS = {
     "load : unchecked (95 %)": "加载 : 不校验的加载（95%）",
     "broadcasts : load (95 %)": "广播 : 加载（95%）",
     "Comparing copies": "比较副本",
-    "times one that compares nothing (95 %)": "不作比较的保存的倍数（95%）",
+    "times one that compares nothing (95 %)": "相对不作比较的保存（95%）",
     # benchmark.export, benchmark.foreign
     "Export": "导出",
-    "times the copy": "复制的倍数",
+    "times the copy": "相对复制",
     "not cached": "不在页缓存中",
     "safetensors, in bfloat16": "safetensors，bfloat16",
     "native": "本库格式",
@@ -95,7 +95,7 @@ _WORDS = {
     "State E: 50,000 float32 tensors of 8 x 8": "状态 E：50,000 个 8 x 8 的 float32 张量",
     "time": "时间",
     "on the cores": "处理器时间",
-    ": own format (95 %)": "本库格式的倍数（95%）",
+    ": own format (95 %)": "相对本库格式（95%）",
     "own format": "本库格式",
     "Paddle's `.distcp`": "Paddle 的 `.distcp`",
     # benchmark.async_save
