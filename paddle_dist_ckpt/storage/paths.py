@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 __all__ = ["local_path"]
 
@@ -19,8 +20,9 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
 
     Raises:
         TypeError: it is no path, or one of bytes.
-        ValueError: it is empty, has a zero byte or a half of a surrogate pair in it that stands for no byte, or is a
-            URL rather than a path; or it begins with ``~``, and there is no home folder.
+        ValueError: it is empty, has a zero byte in it or what the encoding of the process's file names does not have,
+            as UTF-8 a half of a surrogate pair that stands for no byte, or is a URL rather than a path; or it begins
+            with ``~``, and there is no home folder.
         FileNotFoundError: it is relative, and the current folder has been removed.
     """
     text = os.fspath(path)
@@ -31,8 +33,16 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
             f"{name} must name a local folder or file, and {text!r} looks like a URL: pass where that is mounted, or "
             f"a Storage. (For a folder that is called so: {'./' + text!r})"
         )
-    if not text or "\0" in text or not _has_bytes(text):
+    if not text or "\0" in text:
         raise ValueError(f"{name} must name a local folder or file, not {text!r}; for other places pass a Storage")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        encoding = sys.getfilesystemencoding()
+        raise ValueError(
+            f"{name} {text!r} has characters that this process cannot tell the system, to which it speaks {encoding}"
+            f"{'' if encoding == 'utf-8' else ': PYTHONUTF8=1 mends that'}"
+        ) from error
     expanded = os.path.expanduser(text)
     if expanded == text and text.partition("/")[0] == "~":
         raise ValueError(f"{name} is {text!r}, and there is no home folder: HOME is not set, nor is the user known")
@@ -40,12 +50,3 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
         return os.path.abspath(expanded)
     except FileNotFoundError as error:
         raise FileNotFoundError(error.errno, "the current folder, to which it is relative, is gone", text) from error
-
-
-def _has_bytes(text: str) -> bool:
-    """Whether the system can be told it: not if there are halves of surrogate pairs that stand for no byte."""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return True

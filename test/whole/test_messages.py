@@ -9,6 +9,8 @@ import pickle
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,16 @@ from test.readers.golden import GOLDEN
 def test_a_path_that_names_no_local_folder(path: str) -> None:
     with pytest.raises(ValueError, match="path must name a local folder"):
         as_storage(path)
+
+
+def test_a_path_that_cannot_be_told_to_the_system() -> None:
+    with pytest.raises(ValueError, match=r"path 'x\\ud800' has characters .* cannot tell the system, .* utf-8$"):
+        as_storage("x\ud800")
+    program = "from paddle_dist_ckpt import list_checkpoints; list_checkpoints(chr(0x68C0))"
+    env = {**os.environ, "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    ended = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert ended.stderr.endswith("cannot tell the system, to which it speaks ascii: PYTHONUTF8=1 mends that\n")
+    assert subprocess.run([sys.executable, "-c", program], env={**env, "PYTHONUTF8": "1"}).returncode == 0
 
 
 def test_there_is_no_folder(tmp_path: Path) -> None:
