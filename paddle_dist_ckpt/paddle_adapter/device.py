@@ -107,10 +107,20 @@ def _kernels() -> dict[tuple[str, str], set[str]]:
 def at_device(device: str) -> Iterator[None]:
     """Make a device the current one. By two threads at once Paddle's own guard could leave a wrong one."""
     if name_of(_current_place()) == device:
+        _make_current_in_cuda(device)
         yield
         return
     with _current_device, _place_guard(paddle.device._convert_to_place(device)):
+        _make_current_in_cuda(device)
         yield
+
+
+def _make_current_in_cuda(device: str) -> None:
+    """CUDA has a current device for each thread besides Paddle's, 0 to begin with. Paddle's operations set it, but it
+    makes events and pinned memory where it is: events of another device than a stream's cannot be recorded on that."""
+    kind, _, number = device.partition(":")
+    if kind == "gpu" and hasattr(core, "set_cuda_current_device_id"):
+        core.set_cuda_current_device_id(int(number))
 
 
 def name_of(place: Any) -> str:
@@ -136,7 +146,8 @@ def pinned_memory(nbytes: int) -> Bytes1D | None:
     if place is None or nbytes == 0:
         return None
     try:
-        tensor = paddle.to_tensor(np.empty(nbytes + _PAGE, np.uint8), place=place)
+        with at_device(name_of(_current_place())):  # what CUDA keeps for a device, it would make for device 0 as well
+            tensor = paddle.to_tensor(np.empty(nbytes + _PAGE, np.uint8), place=place)
     except (RuntimeError, MemoryError, OSError) as error:
         _logger.warning("%d bytes of pinned memory cannot be had, so other memory is used: %s", nbytes, error)
         return None

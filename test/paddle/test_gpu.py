@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
@@ -13,9 +17,10 @@ import pytest
 from paddle_dist_ckpt import SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.paddle_adapter import device
-from paddle_dist_ckpt.paddle_adapter.device import pinned_memory
+from paddle_dist_ckpt.paddle_adapter.device import at_device, pinned_memory
 from paddle_dist_ckpt.paddle_adapter.device_copies import DeviceCopies, PaddleDevices
 from paddle_dist_ckpt.paddle_adapter.device_memory import TensorBytes
+from paddle_dist_ckpt.paddle_adapter.device_streams import recorded, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("cases_gpu.py")
@@ -50,6 +55,94 @@ def test_pinned_memory_begins_at_a_page(monkeypatch: pytest.MonkeyPatch) -> None
         memory[:] = 7
         assert memory.sum() == 7 * nbytes
     assert pinned_memory(0) is None
+
+
+class _Cuda(threading.local):
+    """CUDA's current device of each thread."""
+
+    device = 0
+
+    def set_device(self, number: int) -> None:
+        self.device = number
+
+
+class _Event:
+    """An event of CUDA: it is one of the device that is current for the thread that makes it."""
+
+    def __init__(self, cuda: _Cuda) -> None:
+        self.device = cuda.device
+
+    def record(self, stream: int) -> None:
+        if stream != self.device:
+            raise OSError("(External) CUDA error(400), invalid resource handle.")
+
+    def query(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> _Cuda:
+    """A process whose device is gpu:3, where the stand-in for a stream is the number of its device."""
+    made = _Cuda()
+    monkeypatch.setattr(device.core, "set_cuda_current_device_id", made.set_device, raising=False)
+    monkeypatch.setattr(device, "_current_place", lambda: "gpu:3")
+    monkeypatch.setattr(device, "name_of", str)
+    monkeypatch.setattr(device, "_place_guard", nullcontext)
+    monkeypatch.setattr(paddle.device, "_convert_to_place", str)
+    monkeypatch.setattr(paddle.device, "Event", lambda: _Event(made))
+    return made
+
+
+def _on_another_thread(work: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    assert found, "it has failed"
+    return found[0]
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_events_of_other_threads_are_of_the_streams_device(cuda: _Cuda, number: int) -> None:
+    """Of the process's own device, and of another one."""
+    assert cuda.device == 0
+    event = _on_another_thread(lambda: recorded(number, f"gpu:{number}", ()))
+    wait_for(event)
+    assert event.device == number
+
+
+def test_pinned_memory_of_other_threads_touches_no_other_device(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = []
+
+    def made(*_: object, **__: object) -> None:
+        devices.append(cuda.device)
+        raise MemoryError("no more of it")
+
+    monkeypatch.setattr(device, "_pinned_place", lambda: "pinned")
+    monkeypatch.setattr(paddle, "to_tensor", made)
+    assert _on_another_thread(lambda: pinned_memory(4096) is None)
+    assert devices == [3]
+
+
+def test_a_device_that_is_no_gpu_leaves_cuda_alone(cuda: _Cuda) -> None:
+    with at_device("test_device:5"):
+        assert cuda.device == 0
+
+
+@pytest.mark.gpu
+def test_copies_of_other_threads() -> None:
+    """On the last device, as CUDA's own current one is the first."""
+    place = f"gpu:{paddle.device.cuda.device_count() - 1}"
+    with at_device(place):
+        tensor = paddle.arange(1 << 20, dtype="float32")
+
+    def read() -> Any:
+        array, copies = np.empty(1 << 20, "float32"), DeviceCopies()
+        copies.read([(TensorBytes.of(tensor), 0, address_of(array), array.nbytes)], array)
+        copies.mark().wait()
+        return array
+
+    assert np.array_equal(_on_another_thread(read), np.arange(1 << 20, dtype="float32"))
 
 
 @pytest.mark.gpu
