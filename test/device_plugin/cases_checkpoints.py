@@ -19,6 +19,7 @@ from paddle_dist_ckpt import load as load_one_call
 from paddle_dist_ckpt.core.memory import address_of, bytes_at, fresh_pages
 from paddle_dist_ckpt.paddle_adapter import device, groups
 from paddle_dist_ckpt.paddle_adapter.placement import local_box, mesh_coordinate
+from paddle_dist_ckpt.paddle_adapter.transport import PaddleTransport
 from test.device_plugin import control
 
 SHAPES = {"matrix": (64, 48), "odd": (16, 7), "row": (96,), "cube": (8, 6, 10)}
@@ -160,6 +161,31 @@ def exchange_memory(path: str, staging_bytes: int) -> tuple[int, int, int]:
     assert np.array_equal(target._local_value().numpy(), whole_array[:, rank * 512 : rank * 512 + 512])
     calls = control.counts().get("all_to_all", control.Count(0, 0)).calls
     return control.memory(rank).peak - before, calls, report.bytes_received
+
+
+def exchange_few(size: int) -> tuple[bytes, int]:
+    """Have rank 0 send as many bytes to rank 2 in an exchange, and nobody anything else, where nothing cannot be sent.
+    Gives what came, and how many calls this took."""
+    rank, calls = dist.get_rank(), 0
+    all_to_all = dist.alltoall_single
+
+    def picky(in_split_sizes: list[int], out_split_sizes: list[int], **others: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if not all(in_split_sizes + out_split_sizes):
+            raise RuntimeError("(InvalidArgument) The start row index must be less than the end row index.")
+        return all_to_all(in_split_sizes=in_split_sizes, out_split_sizes=out_split_sizes, **others)
+
+    transport = PaddleTransport(lambda: dist.get_group(0))
+    incoming = {0: np.zeros(size, np.uint8)} if rank == 2 else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "alltoall_single", picky)
+        transport.try_out()
+        transport.rely_on_others({})
+        calls = 0
+        outgoing = {2: np.arange(size, dtype=np.uint8)} if rank == 0 else {}
+        transport.exchange(outgoing, incoming, [(0, size)], 1 << 20)
+    return b"".join(part.tobytes() for part in incoming.values()), calls
 
 
 def host_memory_of_own_part(path: str, staging_bytes: int) -> tuple[int, int]:

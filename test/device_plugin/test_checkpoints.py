@@ -73,6 +73,11 @@ def test_an_exchange_takes_little_memory_of_the_device(devices: DevicePool, tmp_
         assert received == 3 << 20
 
 
+def test_an_exchange_where_most_ranks_send_nothing(devices: DevicePool) -> None:
+    found = devices.run(cases.exchange_few, 100)
+    assert found == [(bytes(range(100)) if rank == 2 else b"", 1) for rank in range(4)]
+
+
 def test_rounds_bound_what_a_rank_reads_for_itself(devices: DevicePool, tmp_path: Path) -> None:
     for memory, received in devices.run(cases.host_memory_of_own_part, str(tmp_path), 64 << 20):
         assert memory < 72 << 20  # of 96 MiB that it reads
