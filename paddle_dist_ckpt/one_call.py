@@ -349,7 +349,8 @@ def rng_state() -> dict[str, Any]:
 
     Returns:
         A dict of plain values: ``python``, ``numpy``, ``paddle`` (by kind of device, always including ``cpu``, with one
-        state per device) and ``fleet`` (by name, those of fleet's tracker for model parallelism, if it has any).
+        state per device), ``fleet`` (by name, those of fleet's tracker for model parallelism, if it has any) and
+        ``device`` (the number of the device in use).
 
     Raises:
         UnsupportedValueError: this Paddle cannot report the state of its CPU generator, as in Paddle 2.6.
@@ -368,7 +369,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Continue with the random numbers that followed :func:`rng_state`.
 
     Args:
-        state: What it returned, with the same number of devices of the same kind.
+        state: What it returned, with devices of the same kind. Where another one is in use, or there are more or fewer,
+            it continues with the state of the one that was in use, and the others are left as they are.
 
     Raises:
         ValueError: it is not such a state, or this process has other generators. Nothing has changed then.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..errors import UnsupportedValueError
 
 __all__ = ["rng_state", "set_rng_state"]
 
-_PARTS = {"python", "numpy", "paddle", "fleet"}
+_PARTS = {"python", "numpy", "paddle", "fleet", "device"}
 _TRACKER = "paddle.distributed.fleet.layers.mpu.random"
 
 
@@ -32,16 +33,17 @@ def rng_state() -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
         "paddle": by_device,
         "fleet": {name: _plain(states) for name, states in _tracked().items()},
+        "device": _number_of_device(),
     }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """See :func:`paddle_dist_ckpt.set_rng_state`."""
-    if not isinstance(state, dict) or set(state) != _PARTS:
+    if not isinstance(state, dict) or {*state, "device"} != _PARTS:  # earlier versions did not say which device it was
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"not a state of random generators: a dict with {sorted(_PARTS)} is due, not {found}")
-    by_device = _restored(state["paddle"], {kind: _states(kind) for kind in _kinds()}, "Paddle")
-    tracked = _restored(state["fleet"], _tracked(), "fleet's tracker")
+    by_device = _restored(state["paddle"], {kind: _states(kind) for kind in _kinds()}, state.get("device"), "Paddle")
+    tracked = _restored(state["fleet"], _tracked(), state.get("device"), "fleet's tracker")
     _set_python_and_numpy(state["python"], state["numpy"])
     for kind, states in by_device.items():
         _set_states(kind, states)
@@ -63,6 +65,11 @@ def _set_python_and_numpy(for_python: Any, for_numpy: Any) -> None:
 def _kinds() -> list[str]:
     """The kinds of devices whose generators are kept: the CPU, and the device that is in use."""
     return list(dict.fromkeys(["cpu", paddle.get_device().partition(":")[0]]))
+
+
+def _number_of_device() -> int:
+    """Which of its kind the device in use is; 0 of the CPU."""
+    return int(paddle.get_device().partition(":")[2] or 0)
 
 
 def _states(kind: str) -> list[Any]:
@@ -93,8 +100,8 @@ def _plain(states: list[Any]) -> list[Any]:
     return [tuple(bytes(x) if isinstance(x, list) else x for x in state.__getstate__()) for state in states]
 
 
-def _restored(stored: Any, present: dict[str, list[Any]], what: str) -> dict[str, list[Any]]:
-    """Paddle's states of the generators that are present."""
+def _restored(stored: Any, present: dict[str, list[Any]], device: Any, what: str) -> dict[str, list[Any]]:
+    """Paddle's states of the generators that are present; ``device`` was the number of the device in use."""
     if not isinstance(stored, dict):
         raise ValueError(f"not a state of random generators: {what} has a {type(stored).__name__}; a dict is due")
     if set(stored) != set(present):
@@ -104,11 +111,24 @@ def _restored(stored: Any, present: dict[str, list[Any]], what: str) -> dict[str
     restored = {}
     for name, states in present.items():
         plain = stored[name]
+        if isinstance(plain, (list, tuple)) and name != "cpu":
+            plain = _of_these_devices(plain, states, device)
         if not isinstance(plain, (list, tuple)) or len(plain) != len(states):
             found = len(plain) if isinstance(plain, (list, tuple)) else type(plain).__name__
             raise ValueError(f"the state of {what}, {name}: {len(states)} generators are due, not {found}")
         restored[name] = [_from_plain(part, like, f"{what}, {name}") for part, like in zip(plain, states, strict=True)]
     return restored
+
+
+def _of_these_devices(plain: Sequence[Any], states: list[Any], device: Any) -> Sequence[Any]:
+    """The states of all devices for those of this process. Where another one is in use now, or there are more or fewer,
+    it continues with the state of the one that was in use, and the others go on as they are."""
+    now = _number_of_device()
+    if type(device) is not int or (device, len(plain)) == (now, len(states)):
+        return plain
+    if not (0 <= device < len(plain) and now < len(states)):
+        return plain
+    return [*_plain(states[:now]), plain[device], *_plain(states[now + 1 :])]
 
 
 def _from_plain(plain: Any, like: Any, what: str) -> Any:

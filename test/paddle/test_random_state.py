@@ -144,11 +144,38 @@ def test_every_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     set_rng_state(state)
     assert calls == [3]
     count[0] = 2
-    with pytest.raises(ValueError, match="Paddle, npu: 2 generators are due, not 3"):
-        set_rng_state(state)
+    for device in (None, 3, -1):  # earlier versions did not store it
+        with pytest.raises(ValueError, match="Paddle, npu: 2 generators are due, not 3"):
+            set_rng_state({**state, "device": device})
     monkeypatch.setattr(paddle, "get_device", lambda: "cpu")
     with pytest.raises(ValueError, match=r"generators \['cpu', 'npu'\], but this process has \['cpu'\]"):
         set_rng_state(state)
+
+
+def _seeded(seed: int) -> Any:
+    paddle.seed(seed)
+    return paddle.get_rng_state()[0]
+
+
+@pytest.mark.parametrize(("count", "number"), [(4, 2), (4, 1), (3, 0), (2, 0), (1, 0), (8, 7)])
+def test_a_rank_goes_on_with_the_state_of_its_device_on_another(
+    monkeypatch: pytest.MonkeyPatch, count: int, number: int
+) -> None:
+    """Of four devices, of which it had the third; with generators of the host in the place of theirs."""
+
+    kept = [_seeded(seed) for seed in range(4)]
+    here = [_seeded(seed) for seed in range(100, 100 + count)]
+    now, device = [kept], ["npu:2"]
+    monkeypatch.setattr(paddle, "get_device", lambda: device[0])
+    monkeypatch.setattr(paddle, "set_rng_state", lambda states: found.extend(states))
+    host = paddle.get_rng_state()
+    monkeypatch.setattr(paddle, "get_rng_state", lambda kind: host if kind == "cpu" else now[0])
+    state, found = stored(rng_state()), list[Any]()
+    now[0], device[0] = here, f"npu:{number}"
+    set_rng_state(state)
+    same = (count, number) == (4, 2)
+    expected = kept if same else [*here[:number], kept[2], *here[number + 1 :]]
+    assert [one.__getstate__() for one in found] == [one.__getstate__() for one in expected]
 
 
 # -- what is no state
