@@ -7,6 +7,7 @@ and hold up the thread that asks for them.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -147,12 +148,30 @@ def pinned_memory(nbytes: int) -> Bytes1D | None:
         return None
     try:
         with at_device(name_of(_current_place())):  # what CUDA keeps for a device, it would make for device 0 as well
-            tensor = paddle.to_tensor(np.empty(nbytes + _PAGE, np.uint8), place=place)
+            owner, address = _allocate(place, nbytes + _PAGE)
     except (RuntimeError, MemoryError, OSError) as error:
         _logger.warning("%d bytes of pinned memory cannot be had, so other memory is used: %s", nbytes, error)
         return None
-    address = int(tensor.data_ptr())
-    return array_at(address + -address % _PAGE, (nbytes,), None, np.dtype(np.uint8), tensor)
+    return array_at(address + -address % _PAGE, (nbytes,), None, np.dtype(np.uint8), owner)
+
+
+def _allocate(place: Any, nbytes: int) -> tuple[Any, int]:
+    """Memory at a place: what owns it, and its address.
+
+    Raises:
+        MemoryError: Paddle has no more of it. For pinned memory of GPUs it raises nothing then: it gives address 0, and
+            the process ends where it writes there, or gives that back.
+    """
+    if hasattr(core, "XPUPinnedPlace") and isinstance(place, core.XPUPinnedPlace):
+        tensor = paddle.to_tensor(np.empty(nbytes, np.uint8), place=place)
+        return tensor, int(tensor.data_ptr())
+    owner = (core.DenseTensor if hasattr(core, "DenseTensor") else core.LoDTensor)()
+    owner._set_dims([nbytes])
+    address = int(owner._mutable_data(place, core.VarDesc.VarType.UINT8))
+    if not address:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))  # so it is never given back
+        raise MemoryError("Paddle has no more of it")
+    return owner, address
 
 
 def _pinned_place() -> Any:

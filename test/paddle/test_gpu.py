@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -34,14 +35,28 @@ def test_without_a_gpu_there_is_no_pinned_memory() -> None:
 
 
 def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise MemoryError("no more of it")
+    """Of GPUs Paddle gives address 0 then, with memory that must never be given back."""
+    given_back = []
+
+    class Nothing:
+        def _set_dims(self, dims: list[int]) -> None:
+            assert dims == [8192]
+
+        def _mutable_data(self, place: str, dtype: Any) -> int:
+            assert place == "pinned"
+            assert dtype == paddle.base.core.VarDesc.VarType.UINT8
+            return 0
+
+        def __del__(self) -> None:
+            given_back.append(self)
 
     monkeypatch.setattr(device, "_pinned_place", lambda: "pinned")
-    monkeypatch.setattr(paddle, "to_tensor", refuse)
+    monkeypatch.setattr(device.core, "DenseTensor", Nothing, raising=False)
     assert pinned_memory(4096) is None
     assert len(PaddleDevices().host_memory(4096)) == 4096
-    assert "4096 bytes of pinned memory cannot be had" in caplog.text
+    gc.collect()
+    assert not given_back
+    assert "4096 bytes of pinned memory cannot be had, so other memory is used: Paddle has no more of it" in caplog.text
 
 
 def test_pinned_memory_begins_at_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,12 +129,12 @@ def test_events_of_other_threads_are_of_the_streams_device(cuda: _Cuda, number: 
 def test_pinned_memory_of_other_threads_touches_no_other_device(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = []
 
-    def made(*_: object, **__: object) -> None:
+    def made(*_: object) -> None:
         devices.append(cuda.device)
         raise MemoryError("no more of it")
 
     monkeypatch.setattr(device, "_pinned_place", lambda: "pinned")
-    monkeypatch.setattr(paddle, "to_tensor", made)
+    monkeypatch.setattr(device, "_allocate", made)
     assert _on_another_thread(lambda: pinned_memory(4096) is None)
     assert devices == [3]
 
