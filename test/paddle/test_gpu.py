@@ -139,6 +139,12 @@ def test_pinned_memory_of_other_threads_touches_no_other_device(cuda: _Cuda, mon
     assert devices == [3]
 
 
+def test_another_device_is_current_for_a_while(cuda: _Cuda) -> None:
+    with at_device("gpu:5"):
+        assert cuda.device == 5
+    assert cuda.device == 3
+
+
 def test_a_device_that_is_no_gpu_leaves_cuda_alone(cuda: _Cuda) -> None:
     with at_device("test_device:5"):
         assert cuda.device == 0
