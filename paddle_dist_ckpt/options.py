@@ -46,8 +46,8 @@ class SaveOptions:
         when_busy: What to do if an earlier save of this group is still running in the background: ``"wait"`` for it, or
             ``"raise"`` on every rank.
         snapshot_bytes: How much memory, in bytes on each rank, the snapshot of a background save may take. What does
-            not fit is written before the call returns. None sets no limit. It never takes more than nine tenths of
-            the memory that the host, or the container, has free, divided among its ranks.
+            not fit is written before the call returns. None means nine tenths of the memory that the host, or the
+            container, has free, divided among its ranks.
         progress_timeout: How long, in seconds, a single file operation may take on any rank: creating or opening a
             file, writing or reading a piece, an fsync. After that the disk, or the network to it, is considered to
             hang, and every rank raises :class:`CheckpointTimeoutError`. None waits as long as it takes.

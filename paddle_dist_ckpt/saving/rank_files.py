@@ -137,20 +137,21 @@ class RankFiles:
             file.take_snapshot(buffer[start : start + nbytes])
 
     def _snapshot_room(self) -> int:
-        """The most bytes that the snapshot may take: what the options say, but no more than the host can give.
+        """The most bytes that the snapshot may take: what the options say; or else what the host can give.
 
         It would not refuse more, but kill one of its processes as that is touched.
         """
-        bound, ranks = self._options.snapshot_bytes, self._order.ranks_on_host
-        wanted = self.nbytes if bound is None else min(bound, self.nbytes)
-        room = self._context.memory.snapshot_room(wanted, ranks)
-        if room < wanted:
+        bound, nbytes, ranks = self._options.snapshot_bytes, self.nbytes, self._order.ranks_on_host
+        if bound is not None:
+            return bound
+        room = self._context.memory.snapshot_room(nbytes, ranks)
+        if room < nbytes:
             _logger.warning(
                 "%s: of %s bytes that are saved in the background, %s are written before the call returns: a copy of "
                 "them has no room in the memory that is free for the ranks of this host (%d)",
                 self._context.storage.location,
-                f"{wanted:,}",
-                f"{wanted - room:,}",
+                f"{nbytes:,}",
+                f"{nbytes - room:,}",
                 ranks,
             )
         return room
