@@ -280,8 +280,9 @@ class CheckpointManager:
         """Let a thread prepare the memory for the first background save, which would stop training to allocate it.
 
         It takes as much as this rank's part, at most ``snapshot_bytes``, and nothing if the host, or the container, has
-        less than twice as much free or the state is on a device. After :meth:`restore`, :meth:`should_save` does this
-        by itself, for what the state had then: optimizers may make their variables in their first step.
+        less than twice as much free or the state is on a device; it stops where less than as much is left. After
+        :meth:`restore`, :meth:`should_save` does this by itself, for what the state had then: optimizers may make their
+        variables in their first step.
         """
         self._preparation.expect(state)
         self._preparation.begin()

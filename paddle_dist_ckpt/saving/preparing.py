@@ -24,10 +24,19 @@ _SLACK = 1.02  # ranks' parts of what is replicated differ a little
 
 
 class Touching:
-    """A thread that touches all pages of some memory, until it is ended; from then on nothing writes there."""
+    """A thread that touches all pages of some memory, until it is ended; from then on nothing writes there.
 
-    def __init__(self, memory: Bytes1D) -> None:
-        self._memory = memory
+    Args:
+        memory: The memory.
+        may_go_on: Asked now and then; the rest stays as it is once it says no.
+
+    Attributes:
+        touched: How many bytes it has touched, from the beginning on.
+    """
+
+    def __init__(self, memory: Bytes1D, may_go_on: Callable[[], bool] = lambda: True) -> None:
+        self._memory, self._may_go_on = memory, may_go_on
+        self.touched = 0
         self._lock, self._ended = threading.Lock(), False
         self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt memory", daemon=True)
 
@@ -49,10 +58,13 @@ class Touching:
         lower_priority(_NICE)
         importlib.import_module("numpy.ma")  # numpy would load it in the first plan
         for start in range(0, len(self._memory), _AT_ONCE):
+            if not self._may_go_on():
+                return
             with self._lock:
                 if self._ended:
                     return
                 self._memory[start : start + _AT_ONCE : _PAGE] = 0
+                self.touched = min(start + _AT_ONCE, len(self._memory))
 
 
 def snapshot_bytes_of(

@@ -113,17 +113,17 @@ class SaveMemory:
         self.planned = [one for one in small if one.fingerprints != fingerprints][: _MOST_KEPT - 1]
 
     def prepare_snapshot(self, nbytes: int) -> Touching | None:
-        """Have memory for a snapshot ready, touched by a thread; None if there is enough, or not more than twice it.
+        """Have memory for a snapshot ready, touched by a thread; None if there is enough, or not twice it is free.
 
-        Nothing is done while a save has the turn.
+        The thread ends where less than once it is left, for other ranks of the host may do the same. Nothing is done
+        while a save has the turn.
         """
-        free = free_memory()
-        if nbytes <= len(self._buffer) or (free is not None and free < 2 * nbytes):
+        if nbytes <= len(self._buffer) or not _are_free(2 * nbytes):
             return None
         ticket = Ticket()
         try:
             with self.turn.taken(ticket, may_wait=False):
-                self._touching = Touching(self.snapshot_buffer(nbytes))
+                self._touching = Touching(self.snapshot_buffer(nbytes), lambda: _are_free(nbytes))
                 self._touching.start()
                 return self._touching
         except (CheckpointError, MemoryError, RuntimeError):  # no memory, or no thread: the save will see what there is
@@ -138,7 +138,7 @@ class SaveMemory:
             nbytes: The bytes.
             ranks: How many ranks the host has. All look at about the same time, and may need as much as this one.
         """
-        kept = len(self._buffer)
+        kept = len(self._buffer) if self._touching is None else self._touching.touched
         free = free_memory() if nbytes > kept else None
         return nbytes if free is None else min(nbytes, max(kept, int(_SHARE * (kept + free / ranks))))
 
@@ -154,6 +154,8 @@ class SaveMemory:
         """
         if self._touching is not None:
             self._touching.end()
+            there = max(nbytes, self._touching.touched)  # the rest has no pages, so it must not count as kept
+            self._buffer = self._buffer[:there] if there < len(self._buffer) else self._buffer
             self._touching = None
         if len(self._buffer) < nbytes or (allocate is not None and not self._buffer_is_fast):
             self._buffer = np.empty(0, np.uint8)  # first of all make room
@@ -174,6 +176,11 @@ class SaveMemory:
         if count not in self._windows:
             self._windows = {count: Buffers(count, allocate)}
         return self._windows[count]
+
+
+def _are_free(nbytes: int) -> bool:
+    free = free_memory()
+    return free is None or free >= nbytes
 
 
 def _kept(latest: T, others: Sequence[T], size_of: Callable[[T], int]) -> list[T]:

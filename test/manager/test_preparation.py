@@ -50,6 +50,7 @@ def test_restored_states_are_prepared_for_when_training_begins(tmp_path: Path, r
         assert not steps.should_save(1)
         assert NBYTES <= prepared(ranks) < 1.1 * NBYTES + 4096
         before = ranks.memory["save"]._buffer
+        ranks.memory["save"]._touching.join()
         steps.save(2, STATE)
         assert ranks.memory["save"]._buffer is before
 
@@ -164,3 +165,36 @@ def test_nothing_writes_to_memory_that_a_save_has_taken(monkeypatch: pytest.Monk
     begun.join()
     assert (buffer == 9).all()
     assert kept._touching is None
+
+
+def test_ranks_of_a_host_leave_memory_to_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each finds twice what it needs, before the others have touched theirs; a page takes one of what is free."""
+    monkeypatch.setattr(preparing, "_AT_ONCE", 4096)
+    ranks, each = [SaveMemory() for _ in range(4)], 256 * 4096
+    threads: list[Touching] = []
+    free = [2 * each]
+    monkeypatch.setattr(save_memory, "free_memory", lambda: free[0] - sum(one.touched for one in threads))
+    with monkeypatch.context() as patch:
+        patch.setattr(Touching, "start", lambda touching: threads.append(touching))
+        assert all(memory.prepare_snapshot(each) is not None for memory in ranks)
+    for touching in threads:
+        touching.start()
+    for touching in threads:
+        touching.join()
+    taken = sum(touching.touched for touching in threads)
+    assert each <= taken <= each + len(ranks) * 4096
+    assert sum(memory.snapshot_room(each, len(ranks)) for memory in ranks) < 2 * each, "not what is not there yet"
+
+
+def test_of_memory_that_is_not_touched_yet_only_what_is_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [4 << 20]
+    monkeypatch.setattr(save_memory, "free_memory", lambda: free[0])
+    monkeypatch.setattr(preparing, "at_exit", lambda: True)  # so the thread does not begin
+    memory = SaveMemory()
+    assert memory.prepare_snapshot(2 << 20) is not None
+    free[0] = 1 << 20
+    room = memory.snapshot_room(2 << 20, 1)
+    assert room == int(0.9 * (1 << 20))
+    memory.snapshot_buffer(room)
+    free[0] = 0
+    assert memory.snapshot_room(2 << 20, 1) == room
