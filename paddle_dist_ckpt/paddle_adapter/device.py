@@ -107,17 +107,18 @@ def _kernels() -> dict[tuple[str, str], set[str]]:
 @contextmanager
 def at_device(device: str) -> Iterator[None]:
     """Make a device the current one. By two threads at once Paddle's own guard could leave a wrong one."""
-    before = name_of(_current_place())
-    if before == device:
+    if name_of(_current_place()) == device:
         _make_current_in_cuda(device)
         yield
         return
-    try:
-        with _current_device, _place_guard(paddle.device._convert_to_place(device)):
-            _make_current_in_cuda(device)
-            yield
-    finally:
-        _make_current_in_cuda(before)
+    with _current_device:
+        before = name_of(_current_place())  # now that no other thread has made another one current for a while
+        try:
+            with _place_guard(paddle.device._convert_to_place(device)):
+                _make_current_in_cuda(device)
+                yield
+        finally:
+            _make_current_in_cuda(before)
 
 
 def _make_current_in_cuda(device: str) -> None:

@@ -6,8 +6,8 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,40 @@ def test_pinned_memory_of_other_threads_touches_no_other_device(cuda: _Cuda, mon
 def test_another_device_is_current_for_a_while(cuda: _Cuda) -> None:
     with at_device("gpu:5"):
         assert cuda.device == 5
+    assert cuda.device == 3
+
+
+def test_a_device_that_another_thread_has_made_current_for_a_while_is_not_gone_back_to(
+    cuda: _Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This thread asks for one while the other has gpu:5, and gets it when the other has gone back to gpu:3."""
+    current, asked = ["gpu:3"], threading.Event()
+
+    @contextmanager
+    def guard(place: str) -> Iterator[None]:
+        before, current[0] = current[0], place
+        yield
+        current[0] = before
+
+    def place() -> str:
+        if threading.current_thread() is threading.main_thread():
+            asked.set()
+        return current[0]
+
+    def other(entered: threading.Event) -> None:
+        with at_device("gpu:5"):
+            entered.set()
+            assert asked.wait(60)
+
+    monkeypatch.setattr(device, "_place_guard", guard)
+    monkeypatch.setattr(device, "_current_place", place)
+    entered = threading.Event()
+    thread = threading.Thread(target=other, args=(entered,))
+    thread.start()
+    assert entered.wait(60)
+    with at_device("gpu:4"):
+        assert cuda.device == 4
+    thread.join()
     assert cuda.device == 3
 
 
