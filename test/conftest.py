@@ -55,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             path = config.rootpath / file
-            return _shared_by(path) or (file if 'scope="module"' in _text_of(path) else nodeid)
+            return _shared_by(path) or (file if _stands_together(path) else nodeid)
 
         def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
             """Forget the test, too, or what is left is counted among all that has been done, after each test."""
@@ -98,8 +98,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip tests marked ``gpu`` on a machine without one, and those marked ``long`` without ``--long``.
 
     Those that share something come first, one after the other, for one worker has to run all of them; then those marked
-    ``slow``, so that no worker is busy with one when the others have nothing left to do. The others are mixed: those
-    that wait more than they compute stand side by side in their files, and processors would have nothing to do.
+    ``slow``, so that no worker is busy with one when the others have nothing left to do; then files whose tests share a
+    fixture. The others are mixed: those that wait more than they compute stand side by side in their files, and
+    processors would have nothing to do.
     """
     items.sort(key=_turn)
     if not config.getoption("long"):
@@ -137,7 +138,14 @@ def _turn(item: pytest.Item) -> tuple[int, int]:
         return turns.index(shared), 0
     if item.get_closest_marker("slow"):
         return len(turns), 0
-    return len(turns) + 1, zlib.crc32(item.nodeid.encode())
+    if _stands_together(item.path):
+        return len(turns) + 1, 0
+    return len(turns) + 2, zlib.crc32(item.nodeid.encode())
+
+
+def _stands_together(file: Path) -> bool:
+    """Whether tests of a file share a fixture, which would be made again after each test of another file."""
+    return 'scope="module"' in _text_of(file)
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
