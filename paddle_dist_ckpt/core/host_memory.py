@@ -9,9 +9,9 @@ __all__ = ["free_memory"]
 
 _CGROUPS = "sys/fs/cgroup"
 # For both versions: the most that may be used, what is used, and what of that is given back before anything is refused:
-# cached pages of files that nobody has looked at lately.
-_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+# cached pages of files, also of those that are read again and again, such as a data set. The host counts them as well.
+_VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
@@ -27,8 +27,9 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 
 def _of_host(root: Path) -> int | None:
-    kibibytes = _entry(root / "proc/meminfo", "MemAvailable:")
-    return None if kibibytes is None else kibibytes * 1024
+    name = "MemAvailable:"
+    kibibytes = _entries(root / "proc/meminfo", name)
+    return kibibytes[name] * 1024 if kibibytes else None
 
 
 def _of_cgroups(root: Path) -> Iterator[int | None]:
@@ -42,27 +43,24 @@ def _of_cgroups(root: Path) -> Iterator[int | None]:
             yield from _of_group(root / _CGROUPS / "memory", path, _VERSION_1)
 
 
-def _of_group(mounted: Path, path: str, names: tuple[str, str, str]) -> Iterator[int | None]:
+def _of_group(mounted: Path, path: str, names: tuple[str, str, tuple[str, ...]]) -> Iterator[int | None]:
     """A container often sees its own group where all would be, and then not under the path that it is told."""
     inside = PurePosixPath(path.lstrip("/"))
     for each in (inside, *inside.parents):
         yield _left(mounted / each, *names)
 
 
-def _left(group: Path, limit: str, usage: str, given_back: str) -> int | None:
+def _left(group: Path, limit: str, usage: str, given_back: tuple[str, ...]) -> int | None:
     most, used = _text(group / limit).strip(), _text(group / usage).strip()
     if not (most.isdecimal() and used.isdecimal()):  # no such group, or "max"
         return None
-    return max(0, int(most) - int(used) + (_entry(group / "memory.stat", given_back) or 0))
+    return max(0, int(most) - int(used) + sum(_entries(group / "memory.stat", *given_back).values()))
 
 
-def _entry(file: Path, name: str) -> int | None:
-    """The number that follows a name at the beginning of a line."""
-    for line in _text(file).splitlines():
-        words = line.split()
-        if len(words) > 1 and words[0] == name and words[1].isdecimal():
-            return int(words[1])
-    return None
+def _entries(file: Path, *names: str) -> dict[str, int]:
+    """The numbers that follow these names at the beginning of a line."""
+    lines = (line.split() for line in _text(file).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[0] in names and words[1].isdecimal()}
 
 
 def _text(file: Path) -> str:

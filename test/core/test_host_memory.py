@@ -18,7 +18,7 @@ VERSION_2 = {
     f"{JOB}/job/memory.current": "1\n",
     f"{JOB}/memory.max": f"{4 * GIB}\n",
     f"{JOB}/memory.current": f"{3 * GIB}\n",
-    f"{JOB}/memory.stat": f"anon {2 * GIB}\ninactive_file {GIB // 2}\nactive_file 7\n",
+    f"{JOB}/memory.stat": f"anon {2 * GIB}\ninactive_file {GIB // 2}\nactive_file 4096\nslab 7\n",
 }
 OLD = "sys/fs/cgroup/memory"
 VERSION_1 = {
@@ -26,7 +26,7 @@ VERSION_1 = {
     "proc/self/cgroup": "9:name=systemd:/\n4:hugetlb,memory:/docker/5f\n1:cpu:/docker/5f\n0::/\n",
     f"{OLD}/docker/5f/memory.limit_in_bytes": f"{2 * GIB}",
     f"{OLD}/docker/5f/memory.usage_in_bytes": f"{GIB}",
-    f"{OLD}/docker/5f/memory.stat": "inactive_file 5\ntotal_inactive_file 4096\n",
+    f"{OLD}/docker/5f/memory.stat": "inactive_file 5\ntotal_inactive_file 4096\ntotal_active_file 8192\n",
     f"{OLD}/memory.limit_in_bytes": f"{(1 << 63) - 4096}",
     f"{OLD}/memory.usage_in_bytes": f"{7 * GIB}",
 }
@@ -43,10 +43,10 @@ def made(folder: Path, files: dict[str, str]) -> Path:
     ("files", "expected"),
     [
         (HOST, 8 * GIB),
-        (VERSION_2, GIB + GIB // 2),
-        (VERSION_1, GIB + 4096),
+        (VERSION_2, GIB + GIB // 2 + 4096),
+        (VERSION_1, GIB + 4096 + 8192),
         ({**VERSION_2, "proc/meminfo": "MemAvailable: 7 kB\n"}, 7 * 1024),
-        ({name: text for name, text in VERSION_1.items() if name != "proc/meminfo"}, GIB + 4096),
+        ({name: text for name, text in VERSION_1.items() if name != "proc/meminfo"}, GIB + 4096 + 8192),
         ({**VERSION_2, f"{JOB}/memory.current": f"{9 * GIB}"}, 0),
         ({**VERSION_2, f"{JOB}/memory.max": "max"}, 8 * GIB),
         ({}, None),
