@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -65,6 +66,6 @@ def _entries(file: Path, *names: str) -> dict[str, int]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text("ascii")
+        return os.fsdecode(file.read_bytes())  # groups may have any name
     except (OSError, ValueError):
         return ""

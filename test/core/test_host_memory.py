@@ -49,13 +49,28 @@ def made(folder: Path, files: dict[str, str]) -> Path:
         ({name: text for name, text in VERSION_1.items() if name != "proc/meminfo"}, GIB + 4096 + 8192),
         ({**VERSION_2, f"{JOB}/memory.current": f"{9 * GIB}"}, 0),
         ({**VERSION_2, f"{JOB}/memory.max": "max"}, 8 * GIB),
+        (
+            {name.replace("pod", "作业"): text.replace("pod", "作业") for name, text in VERSION_2.items()},
+            GIB * 3 // 2 + 4096,
+        ),
         ({}, None),
         (
             {"proc/meminfo": "MemAvailable: lots\n", "proc/self/cgroup": "nonsense\n::\n", f"{OLD}/memory.stat": ""},
             None,
         ),
     ],
-    ids=["a host", "version 2", "version 1", "a full host", "no word of the host", "more than may be", "max", "-", "?"],
+    ids=[
+        "a host",
+        "version 2",
+        "version 1",
+        "a full host",
+        "no word of the host",
+        "more than may be",
+        "max",
+        "a name",
+        "-",
+        "?",
+    ],
 )
 def test_what_is_left(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
     assert free_memory(made(tmp_path, files)) == expected
