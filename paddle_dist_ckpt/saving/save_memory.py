@@ -28,6 +28,7 @@ T = TypeVar("T")
 Allocate = Callable[[int], Bytes1D]
 _MOST_KEPT = 4  # states that are saved in turns, a model and its optimizer say, and their plans
 _SHARE = 0.9  # of the free memory that snapshots may take, for training may need some more
+_WORTH_IT = 1.25  # so many times what is kept: for less more, it is not worth to have each page made anew
 _MOST_ENTRIES = 1 << 18  # of a state or plan that is kept beside the latest one: larger ones would take much memory
 
 
@@ -140,7 +141,10 @@ class SaveMemory:
         """
         kept = len(self._buffer) if self._touching is None else self._touching.touched
         free = free_memory() if nbytes > kept else None
-        return nbytes if free is None else min(nbytes, max(kept, int(_SHARE * (kept + free / ranks))))
+        if free is None:
+            return nbytes
+        room = int(_SHARE * (kept + free / ranks))
+        return min(nbytes, room) if room >= min(nbytes, _WORTH_IT * kept) else kept
 
     def snapshot_buffer(self, nbytes: int, allocate: Allocate | None = None) -> Bytes1D:
         """Memory for a snapshot: the same again while it is large enough, so that its pages are there already.

@@ -457,7 +457,9 @@ def test_the_memory_that_is_kept_counts_as_free(monkeypatch: pytest.MonkeyPatch)
     memory.snapshot_buffer(8 << 20)
     assert room(0, 9 << 20, 1) == 8 << 20, "what is there is used"
     assert room(64 << 20, 64 << 20, 2) == int(0.9 * (40 << 20))
-    assert room(1 << 20, 10 << 20, 1) == int(0.9 * (9 << 20))
+    assert room(1 << 20, 10 << 20, 1) == 8 << 20, "for a little more, all pages would be made anew"
+    assert room(2 << 20, 9 << 20, 1) == 9 << 20, "unless all of it has room"
+    assert room(4 << 20, 20 << 20, 1) == int(0.9 * (12 << 20))
     asked.clear()
     assert room(0, 8 << 20, 8) == 8 << 20
     assert not asked, "there is enough"
