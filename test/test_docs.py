@@ -119,6 +119,16 @@ def test_public_names_are_documented(language: str) -> None:
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
+def test_the_summary_about_performance_has_the_numbers_of_the_tables(language: str) -> None:
+    """Benchmarks put new tables into the page, and do not know of its summary."""
+    _, summary, *rest = re.split(r"^:{4,}$", pages(language)["performance"], flags=re.MULTILINE)
+    number = re.compile(r"(?<![\d.,])[\d.]+(?:x| (?:ms|s|MiB|%))(?!\w)", re.ASCII)
+    said, measured = (set(number.findall(text)) for text in (summary, "".join(rest)))
+    assert len(said) > 40
+    assert said - measured == set()
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_signatures_are_those_of_the_code(language: str) -> None:
     text = pages(language)
     for name in paddle_dist_ckpt.__all__:
