@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "cut_flat_range", "flat_range", "intersect", "subtract", "whole"]
+__all__ = ["Box", "cut_flat_range", "flat_range", "intersect", "join", "subtract", "whole"]
 
 
 class Box(NamedTuple):
@@ -47,6 +47,15 @@ def intersect(a: Box, b: Box) -> Box | None:
         for ao, an, bo, bn, o in zip(a.offset, a.shape, b.offset, b.shape, offset, strict=True)
     )
     return Box(offset, shape) if all(n > 0 for n in shape) else None
+
+
+def join(a: Box, b: Box) -> Box | None:
+    """The box that both are together, where ``b`` begins along one dimension behind ``a``, and is as ``a`` along all
+    others; else None."""
+    other = [d for d in range(len(a.shape)) if (a.offset[d], a.shape[d]) != (b.offset[d], b.shape[d])]
+    if len(other) != 1 or b.offset[d := other[0]] != a.offset[d] + a.shape[d]:
+        return None
+    return Box(a.offset, (*a.shape[:d], a.shape[d] + b.shape[d], *a.shape[d + 1 :]))
 
 
 def subtract(a: Box, b: Box) -> list[Box]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..core.box import Box, flat_range
+from ..core.box import Box, flat_range, join
 from ..core.columns import IntArray, edges_of, places_of_equals
 from ..core.dtypes import DType, cast_array
 from ..core.memory import Bytes1D, address_of, array_at, copy_each, copy_various
@@ -173,11 +173,17 @@ class Batch(Segments):
         hand_out(self.kinds, self.kind[first:last], starts, addresses, data, lambda i: self.name(first + i))
 
     def take_zeros(self, first: int, last: int) -> None:
-        """See :class:`Segments`."""
+        """See :class:`Segments`. Neighbours in a target are one: each column by itself would take far more time."""
+        boxes: list[tuple[tuple[Any, ...], Box]] = []
         for number, address in zip(self.kind[first:last].tolist(), self.addresses[first:last].tolist(), strict=True):
             kind = self.kinds.one(number)
-            array = array_at(address, kind.target_shape, kind.strides, kind.wanted.raw, None)
-            clear(view_at(array, kind.target_box.slices))
+            target = address, kind.target_shape, kind.strides, kind.wanted.raw
+            together = join(boxes[-1][1], kind.target_box) if boxes and boxes[-1][0] == target else None
+            if together is not None:
+                boxes.pop()
+            boxes.append((target, together or kind.target_box))
+        for target, box in boxes:
+            clear(view_at(array_at(*target, None), box.slices))
 
 
 def hand_out(

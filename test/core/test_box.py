@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paddle_dist_ckpt.core.box import Box, cut_flat_range, flat_range, intersect, subtract, whole
+from paddle_dist_ckpt.core.box import Box, cut_flat_range, flat_range, intersect, join, subtract, whole
 from test.strategies import boxes_in, examples, paint, shapes
 
 
@@ -34,6 +34,28 @@ def test_intersect_has_the_common_elements(data: st.DataObject) -> None:
     assert np.array_equal(paint(shape, [common] if common else []) == 1, both)
     assert (common is None) == (not both.any())
     assert common == intersect(b, a)
+
+
+@examples(50)
+@given(st.data())
+def test_what_is_joined_is_one_box(data: st.DataObject) -> None:
+    shape = data.draw(shapes(least=1))
+    assume(shape)
+    box, d = data.draw(boxes_in(shape, least=1)), data.draw(st.integers(0, len(shape) - 1))
+    n = data.draw(st.integers(0, box.shape[d]))
+    first = Box(box.offset, (*box.shape[:d], n, *box.shape[d + 1 :]))
+    offset = (*box.offset[:d], box.offset[d] + n, *box.offset[d + 1 :])
+    rest = Box(offset, (*box.shape[:d], box.shape[d] - n, *box.shape[d + 1 :]))
+    assert join(first, rest) == box
+    other = data.draw(boxes_in(shape, least=1))
+    together = join(box, other)
+    if together is not None:
+        assert np.array_equal(paint(shape, [together]), paint(shape, [box, other]))
+
+
+@pytest.mark.parametrize("other", [Box((0, 0), (2, 3)), Box((0, 4), (2, 3)), Box((0, 3), (1, 3)), Box((2, 3), (2, 3))])
+def test_what_is_not_beside_a_box_is_not_joined_to_it(other: Box) -> None:
+    assert join(Box((0, 0), (2, 3)), other) is None
 
 
 @examples(25)

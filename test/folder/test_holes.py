@@ -28,8 +28,10 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.buffers import Buffers
+from paddle_dist_ckpt.files import batches
 from paddle_dist_ckpt.files.holes import HoleBudget, Holes
 from paddle_dist_ckpt.files.metadata import FileInfo
+from paddle_dist_ckpt.files.reader import clear
 from paddle_dist_ckpt.folder.boxes import BoxReader
 from paddle_dist_ckpt.folder.selection import Selection
 from paddle_dist_ckpt.folder.verify import _check_foreign
@@ -38,7 +40,7 @@ from paddle_dist_ckpt.storage.local import LocalStorage
 from paddle_dist_ckpt.storage.local_files import LocalReadable
 from paddle_dist_ckpt.testing import NumpyAdapter
 from test.cli.commands import fails, run
-from test.jobs import load_whole
+from test.jobs import load_alone, load_whole
 from test.strategies import some
 from test.torture.budgets import bytes_on_disk, cost_of
 from test.torture.crafting import Entry, write_checkpoint
@@ -164,6 +166,18 @@ def test_many_small_holes_count_as_a_large_one(tmp_path: Path) -> None:
         stream.write(b".")
     with pytest.raises(CheckpointCorruptedError, match="in other blocks more holes than there is memory for"):
         load_whole(tmp_path, flat=True)
+
+
+def test_columns_of_a_hole_are_looked_at_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself would take as many steps through the whole tensor as there are."""
+    columns = 256
+    write_checkpoint(tmp_path, {"/w": Entry([4096, columns], [[], list(range(1, columns))])})
+    cleared = list[tuple[int, ...]]()
+    monkeypatch.setattr(batches, "clear", lambda target: cleared.append(target.shape) or clear(target))
+    state = {"w": np.ones((4096, columns), np.float32)}
+    load_alone(state, tmp_path)
+    assert not state["w"].any()
+    assert cleared == [(4096, columns // 2)] * 2, "of as many as are read together"
 
 
 def test_a_hole_that_is_converted_takes_no_memory(tmp_path: Path) -> None:
