@@ -141,6 +141,8 @@ def _text(error: Exception) -> str:
         return (f"{error.strerror}: {error.filename}" if error.filename else error.strerror) + hint
     if isinstance(error, (CheckpointError, OSError, ValueError, TypeError)) and str(error):
         return str(error)
+    if isinstance(error, MemoryError):
+        return (f"not enough memory: {error}" if str(error) else "not enough memory") + " (--debug shows where)"
     return f"{type(error).__name__}: {error} (--debug shows where)"
 
 

@@ -186,6 +186,19 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(
         assert "was replaced while it was being read" in text
 
 
+@pytest.mark.parametrize(("args", "said"), [((), ""), (("1 byte",), ": 1 byte")])
+def test_memory_that_is_short_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], said: str
+) -> None:
+    def lack(*_: Any) -> Any:
+        raise MemoryError(*args)
+
+    save_model(tmp_path, {"w": ARRAYS["w"]}, step=7)
+    monkeypatch.setattr(matching, "read_values", lack)
+    monkeypatch.setattr(matching, "read_value", lack)
+    assert fails("diff", tmp_path, tmp_path) == f"error: not enough memory{said} (--debug shows where)\n"
+
+
 def test_ranks_compare_together(tmp_path: Path) -> None:
     array = ARRAYS["w"].copy()
     array[[0, 49], :3] = np.nan

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from paddle_dist_ckpt import rebuild_metadata, verify
+from paddle_dist_ckpt import read_metadata, rebuild_metadata, verify
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.errors import (
     CheckpointCorruptedError,
@@ -30,6 +30,7 @@ from paddle_dist_ckpt.errors import (
 from paddle_dist_ckpt.folder.selection import Selection, below, select_keys
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.saving.file_plan import FilePlan
+from paddle_dist_ckpt.storage.local_files import LocalReadable
 from paddle_dist_ckpt.testing import FaultyStorage
 from paddle_dist_ckpt.tree.paths import plain_key
 from test.jobs import (
@@ -160,6 +161,21 @@ def test_what_could_not_be_read_again_is_not_rebuilt(tmp_path: Path, monkeypatch
 
 
 # -- more than a format or a process can hold
+
+
+@pytest.mark.parametrize("read", [load_whole, verify, read_metadata])
+def test_a_metadata_file_that_there_is_no_memory_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object]
+) -> None:
+    """Its size is what somebody says who may have made it; and it is not called damaged."""
+
+    def lack(*args: Any) -> None:
+        raise MemoryError
+
+    save_alone({f"tensor {i}": np.arange(i) for i in range(3000)}, tmp_path)
+    monkeypatch.setattr(LocalReadable, "read_into", lack)
+    with pytest.raises(CheckpointCorruptedError, match=r"/0.metadata: there is not enough memory to read it$"):
+        read(tmp_path)
 
 
 def test_user_metadata_above_a_mebibyte_is_refused(tmp_path: Path) -> None:
