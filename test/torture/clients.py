@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from paddle_dist_ckpt.control import NoTransport, TcpHub
+from paddle_dist_ckpt.errors import CheckpointTimeoutError
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.testing import SimulatedRank
 from test.control.file_store import FileStore
@@ -36,21 +37,24 @@ MOST_GROWTH = 64
 """In MiB."""
 MOST_TIME = 1.5
 """Times that of saves without a client. Other work on the machine can cost more, so it counts if it is so each time."""
+MOST_LATE = 10.0
+"""Seconds after the timeout until a silent rank is noticed, for a machine that does much else."""
 MOST_FILES = 100
 """Descriptors that strangers may take: 64 of them, and what a save has open."""
 
 
 def serve(rank: int, folder: Path, pipe: Connection) -> None:
-    """A rank: saves as often as it is told to, and says how long each save took."""
+    """A rank: saves as often as it is told to, and says how long each save took; none if the other rank was silent."""
     hub = TcpHub(rank, range(RANKS), 0, FileStore(folder), "k", bind_host="127.0.0.1", bootstrap_timeout=PATIENCE)
     saver = SimulatedRank(rank, tuple(range(RANKS)), hub, NoTransport())
     state = {f"{rank}.{number}": np.full(4096, number, np.float32) for number in range(50)}
-    while (times := pipe.recv()) is not None:
-        took = []
-        for _ in range(times):
-            begun = time.perf_counter()
-            saver.save(state, folder / "checkpoints", 0, SaveOptions(timeout=PATIENCE))
-            took.append(time.perf_counter() - begun)
+    while (told := pipe.recv()) is not None:
+        took, (times, timeout) = [], told
+        with suppress(CheckpointTimeoutError):
+            for _ in range(times):
+                begun = time.perf_counter()
+                saver.save(state, folder / "checkpoints", 0, SaveOptions(timeout=timeout))
+                took.append(time.perf_counter() - begun)
         pipe.send(took)
 
 
@@ -68,10 +72,19 @@ class Job:
     def save(self, times: int) -> list[float]:
         """Save; returns the seconds that each save took on the coordinator."""
         for pipe in self.pipes:
-            pipe.send(times)
+            pipe.send((times, PATIENCE))
         assert all(pipe.poll(2 * PATIENCE) for pipe in self.pipes), "a rank hangs"
         took: list[list[float]] = [pipe.recv() for pipe in self.pipes]
         return took[0]
+
+    def lateness(self, timeout: float) -> float:
+        """Stop the other rank for good, and save; returns by how many seconds the coordinator notices it too late."""
+        os.kill(self.pids[1], signal.SIGSTOP)
+        begun = time.perf_counter()
+        self.pipes[0].send((1, timeout))
+        assert self.pipes[0].poll(2 * PATIENCE), "the coordinator hangs"
+        assert self.pipes[0].recv() == [], "a save without one of its ranks"
+        return time.perf_counter() - begun - timeout
 
     def memory(self, kind: str) -> float:
         """What the coordinator's process has in memory now (``VmRSS``), or had at most (``VmHWM``), in MiB."""
@@ -128,7 +141,8 @@ def run(kind: str, seed: int, folder: Path, turns: int, saves: int) -> Mapping[s
     """Save in turns with and without a client of this kind.
 
     Returns:
-        The seconds of each save, and by how much the coordinator's memory and open files grew at most.
+        The seconds of each save, by how much the coordinator's memory and open files grew at most, and by how many
+        seconds a silent rank was noticed too late under the client.
     """
     quiet: list[float] = []
     attacked: list[float] = []
@@ -143,16 +157,19 @@ def run(kind: str, seed: int, folder: Path, turns: int, saves: int) -> Mapping[s
                 most_files = max(most_files, job.files())
                 os.kill(attacker, signal.SIGSTOP)
                 quiet += job.save(saves)
+            os.kill(attacker, signal.SIGCONT)
+            late = job.lateness(1.0)
         growth = job.memory("VmHWM") - memory
-    return {"quiet": quiet, "attacked": attacked, "growth": growth, "files": most_files - files}
+    return {"quiet": quiet, "attacked": attacked, "growth": growth, "files": most_files - files, "late": late}
 
 
 def attempt(seed: int, folder: Path) -> Counter[str]:
-    """One kind of client, by the seed: all saves succeed, and memory and open files are bounded."""
+    """One kind of client, by the seed: all saves succeed, memory and open files are bounded, and deadlines are kept."""
     kind = list(KINDS)[seed % len(KINDS)]
     found = run(kind, seed, folder, turns=2, saves=10)
     assert found["growth"] <= MOST_GROWTH, f"seed {seed}, {kind}: memory grew by {found['growth']:.0f} MiB"
     assert found["files"] <= MOST_FILES, f"seed {seed}, {kind}: {found['files']} more files are open"
+    assert found["late"] <= MOST_LATE, f"seed {seed}, {kind}: a silent rank is noticed {found['late']:.1f} s too late"
     return Counter({f"saved under {kind}": len(found["attacked"])})
 
 

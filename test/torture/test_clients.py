@@ -1,4 +1,5 @@
-"""Saves go on under every kind of hostile client, and cost the coordinator no memory and no files to speak of."""
+"""Saves go on under every kind of hostile client, cost the coordinator no memory and no files to speak of, and a silent
+rank is noticed in time."""
 
 from __future__ import annotations
 
