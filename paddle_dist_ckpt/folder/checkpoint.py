@@ -49,7 +49,7 @@ def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
 
 def _read(storage: Storage, unique_id: int | None) -> Metadata:
     chosen = newest_id(storage) if unique_id is None else unique_id
-    found, data = (Format.MISSING, b"") if chosen is None else _look(storage, metadata_name(chosen))
+    found, data = (Format.MISSING, b"") if chosen is None else look(storage, metadata_name(chosen), whole=True)
     if chosen is None or found in (Format.MISSING, Format.PADDLE, Format.FOLDER):
         metadata = read_foreign(storage, unique_id)
         if metadata is None:
@@ -63,18 +63,6 @@ def _read(storage: Storage, unique_id: int | None) -> Metadata:
         raise CheckpointCorruptedError(str(error) if lacks_memory(error) else f"{error}. {_ADVICE}") from None
     _warn_of_paddles(storage, chosen)
     return metadata
-
-
-def _look(storage: Storage, name: str) -> tuple[Format, bytes]:
-    """What a `.metadata` is, and all that it holds if it is ours.
-
-    Raises:
-        CheckpointCorruptedError: there is not enough memory for it: how large it is, whoever has made it says.
-    """
-    try:
-        return look(storage, name, whole=True)
-    except MemoryError as error:
-        raise CheckpointCorruptedError(f"{storage.location}/{name}: there is not enough memory to read it") from error
 
 
 def _warn_of_paddles(storage: Storage, unique_id: int) -> None:

@@ -10,6 +10,7 @@ from enum import Enum, auto
 
 import numpy as np
 
+from ..errors import CheckpointCorruptedError
 from ..files.codec import HEAD_START, MAX_HEAD_BYTES
 from ..storage.base import Storage
 from ..storage.capabilities import is_part
@@ -42,7 +43,11 @@ def _format_of(data: bytes) -> Format:
 
 
 def look(storage: Storage, name: str, whole: bool = False) -> tuple[Format, bytes]:
-    """The format of a file, and its first bytes (``MAX_HEAD_BYTES`` at the most); or all, if it is ours."""
+    """The format of a file, and its first bytes (``MAX_HEAD_BYTES`` at the most); or all, if it is ours.
+
+    Raises:
+        CheckpointCorruptedError: there is not enough memory for it: how large it is, whoever has made it says.
+    """
     try:
         data = storage.read(name, MAX_HEAD_BYTES)
         found = _format_of(data)
@@ -52,6 +57,8 @@ def look(storage: Storage, name: str, whole: bool = False) -> tuple[Format, byte
         return Format.MISSING, b""
     except IsADirectoryError:
         return Format.FOLDER, b""
+    except MemoryError as error:
+        raise CheckpointCorruptedError(f"{storage.location}/{name}: there is not enough memory to read it") from error
     return found, data
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..core.boxes import Boxes
 from ..core.columns import IntArray
+from ..core.decoding import lacks_memory
 from ..core.dtypes import DType
 from ..core.layouts import Layout
 from ..core.shards import ShardTable
@@ -151,10 +152,16 @@ def _committed(storage: Storage) -> set[str | None]:
 
 
 def _is_damaged(storage: Storage, unique_id: int) -> bool:
-    """Whether a `.metadata` is there but of no format; one of a newer version of ours is not damaged."""
+    """Whether a `.metadata` is there but of no format; one of a newer version of ours is not damaged.
+
+    Raises:
+        CheckpointCorruptedError: there is not enough memory to tell.
+    """
     try:
         _save_of(storage, unique_id)
     except CheckpointError as error:
+        if lacks_memory(error):
+            raise
         return isinstance(error, CheckpointCorruptedError)
     return False
 

@@ -107,6 +107,21 @@ def test_a_damaged_metadata_is_replaced(tmp_path: Path) -> None:
         assert path.read_bytes() == lost
 
 
+def test_a_metadata_that_there_is_no_memory_for_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_alone({"w": make_array((4,))}, tmp_path)
+    before = files_in(tmp_path)
+
+    def lack(*args: Any, **options: Any) -> None:
+        raise CheckpointCorruptedError("not read") from MemoryError()
+
+    monkeypatch.setattr(rebuild, "look", lack)
+    with pytest.raises(CheckpointCorruptedError, match="not read"):
+        rebuilt(tmp_path)
+    assert files_in(tmp_path) == before
+
+
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_missing_file_is_named(tmp_path: Path, gone: int) -> None:
     save_on([{"w": part} for part in split_rows(make_array((40, 30)), 3)], tmp_path)
