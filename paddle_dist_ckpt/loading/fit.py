@@ -7,8 +7,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from ..core.device_memory import DeviceAccess
-from ..tree.paths import plain_key
-from .lacking import lacking_entries
+from ..tree.paths import containers_of, join, plain_key
 from .messages import LoadAnswer, Mismatch
 from .needs import Needs
 from .part_targets import expand
@@ -69,14 +68,22 @@ class Fit:
 
         They would do so when all tensors are filled.
         """
-        wanted, renamed = self.wanted, chain.from_iterable(self.answer.renamed.values())
-        found = lacking_entries(wanted.needed, {*self.answer.values, *self._table.paths, *renamed}, self.untouched)
-        for path, lacking in found.items():
+        wanted, found = self.wanted, set[str]()
+        if not wanted.needed:
+            return found
+        renamed, untouched = chain.from_iterable(self.answer.renamed.values()), self.untouched
+        stored = {*self.answer.values, *self._table.paths, *renamed}
+        stored |= containers_of(stored)
+        for path, entries in wanted.needed.items():
+            lacking = [entry for entry in entries if join(path, entry) not in stored]
+            if path in untouched or not lacking:
+                continue
+            found.add(path)
             key = plain_key(path)
             problem = Mismatch(key, f"{key}: what is stored lacks {', '.join(lacking)}, {NEEDED}")
             is_left = wanted.may_be_missing(key) or all(wanted.may_be_missing(f"{key}.{entry}") for entry in lacking)
             (wanted.left if is_left else self.problems).append(problem)
-        return set(found)
+        return found
 
     def _uncovered(self, row: int) -> Mismatch:
         """The problem with a target of which not everything is stored, or something repeatedly."""
