@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ __all__ = [
     "numbered",
     "pack_column",
     "pack_signed",
+    "pieces_of",
     "places_of_equals",
     "places_within",
     "unpack_column",
@@ -118,6 +120,11 @@ def places_within(counts: IntArray, start: IntArray | int = 0) -> IntArray:
     """``start``, ``start + 1``, ... within each of some runs that stand one behind the other, ``[sum of counts]``."""
     places: IntArray = np.arange(int(counts.sum())) + np.repeat(start - (np.cumsum(counts) - counts), counts)
     return places
+
+
+def pieces_of(count: int, most: int) -> Iterator[slice]:
+    """So many rows as slices one behind the other, of ``most`` rows each."""
+    return (slice(start, start + most) for start in range(0, count, most))
 
 
 def narrow(values: IntArray, most: int | None = None) -> IntArray:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
-from .columns import IntArray, places_within
+from .columns import IntArray, pieces_of, places_within
 
 __all__ = ["group_blocks", "group_rows", "mixed"]
 
@@ -54,25 +52,21 @@ def group_blocks(starts: IntArray, rows: IntArray, heads: IntArray) -> tuple[Int
     counts = np.diff(starts)
     sums = np.zeros(len(rows) + 1, np.uint64)
     hashes, places = _row_hashes(rows), places_within(counts).view(np.uint64)
-    for piece in _pieces(len(rows)):
+    for piece in pieces_of(len(rows), _PIECE):
         hashes[piece] = mixed(hashes[piece] + mixed(places[piece]))
     np.cumsum(hashes, out=sums[1:])
     keys = np.column_stack([heads, counts, (sums[starts[1:]] - sums[starts[:-1]]).view(np.int64)])
     first, group = group_rows(keys)
     same = places_within(counts, starts[first][group])
-    if not all((rows.take(same[piece], axis=0) == rows[piece]).all() for piece in _pieces(len(rows))):
+    if not all((rows.take(same[piece], axis=0) == rows[piece]).all() for piece in pieces_of(len(rows), _PIECE)):
         # different runs of one hash
         return np.arange(len(counts)), np.arange(len(counts))
     return first, group
 
 
-def _pieces(count: int) -> Iterator[slice]:
-    return (slice(start, start + _PIECE) for start in range(0, count, _PIECE))
-
-
 def _row_hashes(rows: IntArray) -> _U64:
     hashes = np.zeros(len(rows), np.uint64)
-    for piece in _pieces(len(rows)):
+    for piece in pieces_of(len(rows), _PIECE):
         for column in range(rows.shape[1]):
             hashes[piece] = mixed(hashes[piece] + rows[piece, column].astype(np.uint64))
     return hashes

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..core.box import Box, whole
 from ..core.boxes import Boxes
-from ..core.columns import IntArray, Mask, any_in_row, edges_of, narrow, pack_column
+from ..core.columns import IntArray, Mask, any_in_row, edges_of, narrow, pack_column, pieces_of
 from ..core.dtypes import DTYPES
 from ..core.grouping import group_rows
 from ..core.memory import Bytes1D
@@ -67,7 +67,7 @@ class Needs:
         self._alike = plan.alike  # makes the boxes, [kinds]
         self._latest_boxes: tuple[int, _Boxes] | None = None
         volumes = np.zeros((2, len(plan.alike)), np.int64)
-        for piece in _pieces(len(plan.alike)):
+        for piece in pieces_of(len(plan.alike), _TOGETHER):
             common, stored_boxes, _ = plan.alike.take(piece)
             volumes[:, piece] = common.volumes, stored_boxes.volumes
         itemsize = table.itemsizes[table.shard_tensor[self._shard]]
@@ -120,7 +120,7 @@ class Needs:
         An estimate: all of an entry for a need that is not contiguous in it.
         """
         contiguous = np.zeros(len(self._alike), bool)
-        for piece in _pieces(len(self._alike)):
+        for piece in pieces_of(len(self._alike), _TOGETHER):
             common, stored, _ = self._alike.take(piece)
             # A box is in one piece unless it is cut in some dimension and longer than 1 in one before that.
             inner_cut = np.logical_or.accumulate((common.shape != stored.shape)[:, :0:-1], axis=1)[:, ::-1]
@@ -188,8 +188,8 @@ class Needs:
         together = max(1, len(small))
         if len(small) > _MANY:
             small, together = self._as_stored(small), _READ_TOGETHER
-        for start in range(0, len(small), together):
-            items = self.items(small[start : start + together])
+        for some in pieces_of(len(small), together):
+            items = self.items(small[some])
             yield from batches_of([items], opened, self.block_bytes)
 
     def _as_stored(self, needs: IntArray) -> IntArray:
@@ -224,8 +224,7 @@ class Needs:
             for t, c in zip(stored[of_pair].tolist(), cell[of_pair].tolist(), strict=True)
         ]
         places = np.empty((len(needs), 4), np.int64)
-        for start in range(0, len(needs), _TOGETHER):
-            some = slice(start, start + _TOGETHER)
+        for some in pieces_of(len(needs), _TOGETHER):
             places[some] = self._places(like[some], cell[some], packed)
         places[~self.targets.are_in_one_piece(row), 1] = -1
         places[:, 3] *= np.array([stored.itemsize for stored, _ in pairs], np.int64)[pair]
@@ -312,7 +311,7 @@ class Needs:
         """The different boxes of needs that are alike, in their shards' coordinates, as offsets and lengths, ``[boxes,
         2 * d]``; and which of them each has, ``[kinds]``."""
         found, number, count = [np.zeros((0, 2 * self._alike.asked.dimensions), np.int64)], [], 0
-        for common, stored, _ in (self._alike.take(alike[piece]) for piece in _pieces(len(alike))):
+        for common, stored, _ in (self._alike.take(alike[piece]) for piece in pieces_of(len(alike), _TOGETHER)):
             rows = np.hstack([common.offset - stored.offset, common.shape])
             first, group = group_rows(rows)
             found.append(rows[first])
@@ -328,8 +327,3 @@ class Needs:
         shift = entry_part.relative_to(entry_box.offset).offset
         part = Box(tuple(a + b for a, b in zip(shift, box.offset, strict=True)), entry_part.shape)
         return self.targets.consumer(row, part, entry_part)
-
-
-def _pieces(count: int) -> Iterator[slice]:
-    """Kinds that are looked at together."""
-    return (slice(start, start + _TOGETHER) for start in range(0, count, _TOGETHER))

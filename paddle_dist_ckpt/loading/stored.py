@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..core.columns import IntArray, narrow, unpack_column
+from ..core.columns import IntArray, narrow, pieces_of, unpack_column
 from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError
 from ..files.codec import table_from_record
@@ -49,9 +49,8 @@ class StoredShards:
         """The coordinator's numbers of shards, in which they come in the same order."""
         numbers = np.empty(len(shards), np.int64)
         shift = self._firsts - self.table.first_shard[:-1]
-        for start in range(0, len(shards), _TOGETHER):
-            some = shards[start : start + _TOGETHER]
-            numbers[start : start + _TOGETHER] = some + shift[self.table.shard_tensor[some]]
+        for piece in pieces_of(len(shards), _TOGETHER):
+            numbers[piece] = shards[piece] + shift[self.table.shard_tensor[shards[piece]]]
         return numbers
 
     def key(self, shard: int) -> str:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..core.box import Box, intersect, subtract
 from ..core.boxes import Boxes
-from ..core.columns import MANY, IntArray, Mask, all_in_row, places_within
+from ..core.columns import MANY, IntArray, Mask, all_in_row, pieces_of, places_within
 from ..core.grouping import group_blocks, mixed
 from ..core.layouts import grid_starts
 
@@ -106,9 +106,8 @@ def _are_grids(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
 def _measures_agree(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
     """:func:`covers_exactly` for tilings of any kind."""
     region_low, region_high = regions.offset, regions.high
-    pieces = [slice(start, start + MANY) for start in range(0, len(groups), MANY)]
     exact: Mask = np.ones(len(regions), bool)
-    for piece in pieces:
+    for piece in pieces_of(len(groups), MANY):
         some, of = boxes.take(piece), groups[piece]
         inside = all_in_row(some.offset >= region_low.take(of, axis=0))
         inside &= all_in_row(some.high <= region_high.take(of, axis=0))
@@ -127,8 +126,8 @@ def _seeds(groups: IntArray, boxes: Boxes, regions: Boxes) -> _U64:
     sizes = np.array([len(boxes), len(regions), boxes.dimensions], np.int64)
     digest = hashlib.blake2b()
     for column in (sizes, groups, boxes.offset, boxes.shape, regions.offset, regions.shape):
-        for start in range(0, len(column), MANY):
-            digest.update(np.ascontiguousarray(column[start : start + MANY], "<i8").reshape(-1).data)
+        for piece in pieces_of(len(column), MANY):
+            digest.update(np.ascontiguousarray(column[piece], "<i8").reshape(-1).data)
     expanded = hashlib.shake_256(digest.digest()).digest(8 * _ROUNDS * boxes.dimensions)
     return np.frombuffer(expanded, "<u8").reshape(_ROUNDS, boxes.dimensions)
 
@@ -136,9 +135,7 @@ def _seeds(groups: IntArray, boxes: Boxes, regions: Boxes) -> _U64:
 def _measures(boxes: Boxes, seeds: _U64) -> _U64:
     """The measure of each box, or a number little above 2**31 that equals it modulo the prime."""
     measures = np.empty(len(boxes), np.uint64)
-    step = max(1, MANY // max(1, boxes.dimensions))
-    for start in range(0, len(boxes), step):
-        piece = slice(start, start + step)
+    for piece in pieces_of(len(boxes), max(1, MANY // max(1, boxes.dimensions))):
         low, high = _numbers(boxes.offset[piece], seeds), _numbers(boxes.take(piece).high, seeds)
         product = np.ones(low.shape[1], np.uint64)
         for side in high + _PRIME - low:  # each below 2**32

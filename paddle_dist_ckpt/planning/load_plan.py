@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..core.boxes import Boxes
-from ..core.columns import MANY, IntArray, Mask, all_in_row, edges_of, narrow, places_within
+from ..core.columns import MANY, IntArray, Mask, all_in_row, edges_of, narrow, pieces_of, places_within
 from ..core.grouping import group_rows
 from ..core.layouts import LayoutBoxes
 from ..core.shards import ShardTable
@@ -107,16 +107,12 @@ def plan_load(table: ShardTable, wanted: WantedBoxes) -> Overlaps:
     )
 
 
-def _pieces(count: int) -> Iterator[slice]:
-    return (slice(start, start + _TOGETHER) for start in range(0, count, _TOGETHER))
-
-
 def _common(pairs: Alike, some: IntArray) -> Boxes:
     """What some pairs have in common; of very many in narrow columns."""
     most = max(1, int(pairs.asked.high.max()), -int(pairs.asked.offset.min()))
     kind = narrow(np.broadcast_to(np.int64(0), len(some)), most).dtype
     found = Boxes(*(np.empty((len(some), pairs.asked.dimensions), kind) for _ in range(2)))
-    for piece in _pieces(len(some)):
+    for piece in pieces_of(len(some), _TOGETHER):
         part, _, _ = pairs.take(some[piece])
         found.offset[piece], found.shape[piece] = part.offset, part.shape
     return found
@@ -177,7 +173,7 @@ def _in_grid(grid: Sequence[IntArray], asked: Boxes) -> tuple[IntArray, IntArray
 def _overlapping(pairs: Alike) -> Alike:
     """Those of the pairs that have an element in common."""
     real = np.zeros(len(pairs), bool)
-    for piece in _pieces(len(pairs)):
+    for piece in pieces_of(len(pairs), _TOGETHER):
         real[piece] = pairs.take(piece)[0].filled
     return pairs if real.all() else Alike(pairs.asked, pairs.stored, pairs.rows[real], pairs.places[real])
 
@@ -190,7 +186,7 @@ def _pairs(table: ShardTable, layout: IntArray, asked: Boxes, stored: LayoutBoxe
     if int(each.sum()) <= most:
         return np.repeat(np.arange(len(each)), each), places_within(each, table.first_layout_row[layout])
     found = []
-    for piece in _pieces(len(stored)):
+    for piece in pieces_of(len(stored), _TOGETHER):
         places = np.arange(len(stored))[piece]
         layouts = np.searchsorted(table.first_layout_row, places, side="right") - 1
         mine = np.flatnonzero((layout >= layouts[0]) & (layout <= layouts[-1]))
