@@ -36,7 +36,7 @@ _HASHED_WITHIN = range(-(2**31), 2**31)  # and so may tuples of integers that ar
 _BYTES_OF_STEP = 10  # of a text: its bytes on the disk are worth as much, and in a hole there are none
 _STEPS_OF_DICT, _STEPS_OF_LARGE = 10, 6  # of a dict that gets its first entry, of each item of a large one
 _STEPS_OF_LINE, _STEPS_OF_POP, _STEPS_OF_BYTES = 8, 4, 5
-_STEPS_OF_NEW = 6  # of a container, or of an object
+_STEPS_OF_NEW, _STEPS_OF_TUPLE = 6, 8  # of a container, or of an object
 _STEPS_OF_ARGUMENT = 4  # of a function, which may copy what is in it:
 _STEPS_OF_ITEM: dict[type, int] = {list: 1, tuple: 1, dict: 2}
 _SMALL_DICT = 64  # items
@@ -258,8 +258,8 @@ class Machine:
     def last(self, count: int) -> None:
         if len(self.stack) < count:
             raise ValueError("the stack is empty")
-        self.stack[-count:] = [tuple(self.stack[-count:])]
-        self.count_new()
+        self.stack[-count:] = (tuple(self.stack[-count:]),)
+        self.count(_STEPS_OF_TUPLE)
 
     # -- the memo
 

@@ -24,7 +24,9 @@ _LONGEST = 9  # bytes of an instruction with a number
 _U2, _U4, _U8, _I4, _F8 = map(struct.Struct, ("<H", "<I", "<Q", "<i", ">d"))
 _NUMBERS = {0x4D: _U2, 0x4A: _I4, 0x47: _F8}
 """BININT2, BININT, BINFLOAT."""
-_STEPS_OF_OTHERS, _STEPS_OF_NUMBER, _STEPS_OF_TUPLE = 8, 7, 8  # a number takes less time, and as much memory
+_CONSTANTS = {0x4E: None, 0x89: False, 0x29: ()}
+"""NONE, NEWFALSE, EMPTY_TUPLE."""
+_STEPS_OF_OTHERS, _STEPS_OF_NUMBER = 8, 7  # a number takes less time, and as much memory
 
 
 def walk(window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -97,14 +99,8 @@ def _run(machine: Machine) -> Any:
                 at += 2
                 stack.append(data[at - 1])
             elif 0x85 <= code <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
-                at += 1
-                count = code - 0x84
-                items = tuple(stack[-count:])
-                if len(items) < count:
-                    raise ValueError("the stack is empty")
-                stack[-count:] = (items,)
-                window.at = at
-                machine.count(_STEPS_OF_TUPLE)
+                window.at = at = at + 1
+                machine.last(code - 0x84)
             elif code == 0x6A:  # LONG_BINGET
                 at += 5
                 (index,) = _U4.unpack_from(data, at - 4)
@@ -123,38 +119,13 @@ def _run(machine: Machine) -> Any:
                 stack.append(layout.unpack_from(data, at + 1)[0])
                 at += 1 + layout.size
                 machine.steps += _STEPS_OF_NUMBER
-            elif code == 0x4E:  # NONE
+            elif code in _CONSTANTS:
                 at += 1
-                stack.append(None)
-            elif code == 0x28:  # MARK
-                at += 1
-                machine.mark()
-                stack = machine.stack
-            elif code == 0x74:  # TUPLE
-                window.at = at = at + 1
-                items = tuple(stack)
-                stack = machine.stack = machine.below.pop()
-                stack.append(items)
-                machine.count_new()
-            elif code == 0x75:  # SETITEMS
+                stack.append(_CONSTANTS[code])
+            elif code in _BARE_STEPS:
                 window.at = at = at + 1  # by which it is known how much may be made
-                machine.set_items()
+                _BARE_STEPS[code](machine)
                 stack = machine.stack
-            elif code == 0x29:  # EMPTY_TUPLE
-                at += 1
-                stack.append(())
-            elif code == 0x7D:  # EMPTY_DICT
-                window.at = at = at + 1
-                machine.push_new({})
-            elif code == 0x89:  # NEWFALSE
-                at += 1
-                stack.append(False)
-            elif code in (0x81, 0x52):  # NEWOBJ, REDUCE
-                window.at = at = at + 1
-                machine.reduce()
-            elif code == 0x62:  # BUILD
-                window.at = at = at + 1
-                machine.build()
             else:
                 inside = False
                 if code < 0:
@@ -242,10 +213,10 @@ _BY_CODE: dict[bytes, _Step] = {
     b"\x8d": _counted(_U8, Machine.text),
     # containers
     b"]": _pushes_new(lambda machine: []),
-    b"}": _pushes_new(lambda machine: {}),
+    b"}": lambda machine: machine.push_new({}),
     b")": _pushes(lambda machine: ()),
     b"l": _pushes_new(Machine.above_mark),
-    b"t": _pushes_new(lambda machine: tuple(machine.above_mark())),
+    b"t": lambda machine: machine.push_new(tuple(machine.above_mark())),
     b"d": _pushes_new(lambda machine: filled({}, machine.above_mark())),
     b"\x85": lambda machine: machine.last(1),
     b"\x86": lambda machine: machine.last(2),
@@ -286,3 +257,5 @@ _BY_CODE: dict[bytes, _Step] = {
     b"\x95": _counted(_U8, lambda machine, nbytes: machine.window.check(nbytes)),
 }
 _STEPS: list[_Step | None] = [_BY_CODE.get(bytes([code])) for code in range(256)]
+_BARE_STEPS = {code: _BY_CODE[bytes([code])] for code in b"(tu}\x81Rb"}
+"""MARK, TUPLE, SETITEMS, EMPTY_DICT, NEWOBJ, REDUCE, BUILD: frequent, and there is nothing behind them to be read."""
