@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..core.dtypes import DTYPES
 from .numpy_pickles import NUMPY
 from .pickle_machine import Built, Refused
 
@@ -139,24 +140,7 @@ def _recorded(kind: str) -> Callable[..., TorchRecord]:
     return lambda *_: TorchRecord(kind)
 
 
-_DTYPES = [
-    "bool",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e5m2",
+_OTHER_DTYPES = [  # which cannot be held, as messages say of each
     "float8_e4m3fnuz",
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
@@ -207,7 +191,7 @@ _STORAGES = {
     "QUInt2x4": "quint2x4",
 }
 _TORCH: dict[str, Any] = {
-    **{f"torch.{name}": TorchDType(name) for name in _DTYPES},
+    **{f"torch.{name}": TorchDType(name) for name in (*DTYPES, *_OTHER_DTYPES)},
     "torch.Size": lambda *parts: _counts(*parts) if parts else (),
     "collections.OrderedDict": _ordered,
 }

@@ -177,21 +177,13 @@ class _PlainValue:
                 f"{member.nbytes} bytes"
             )
         position, axes = member.position + (begin if nbytes else 0), None
-        if nbytes and not _is_contiguous(tensor.shape, tensor.stride):
+        if nbytes:
             axes = dense_axes(tensor.shape, tensor.stride)
             if axes is None:
                 raise Refused(
                     f"is stored with gaps, or expanded (shape {list(tensor.shape)}, strides {list(tensor.stride)}), "
                     "which is not read"
                 )
+            several = [axis for axis in axes if tensor.shape[axis] > 1]
+            axes = axes if several != sorted(several) else None
         return PlacedTensor(LyingArray(dtype, tensor.shape, position, axes), member)
-
-
-def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements stand in C order; the stride of a dimension of one element does not matter."""
-    due = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and step != due:
-            return False
-        due *= size
-    return True
