@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from ..control import NoTransport, SoloHub
@@ -93,7 +93,7 @@ def _choose(
         metadata = read_checkpoint(storage, unique_id)
         chosen = choose(metadata, storage.location, selection, arranger, strict)
         try:
-            check_sizes(storage, metadata, _files_of(metadata, _sources(metadata, chosen)))
+            check_sizes(storage, metadata, _files_of(metadata, chosen))
         except CheckpointCorruptedError:
             if restarts.due(metadata):
                 continue
@@ -103,38 +103,26 @@ def _choose(
 
 def _add_leaves(leaves: Leaves, metadata: Metadata, chosen: Chosen, empty: _Empty) -> None:
     """Add memory for what is loaded, and the places of values."""
+    table = metadata.table
     for path in chosen.paths:
-        one = chosen.made.get(path)
-        if one is None:
-            _add_stored(leaves, metadata, path, empty)
+        one, place = chosen.made.get(path), table.index.get(path)
+        if one is not None:
+            add_leaf(leaves, path, Kind.TENSOR, one.shape, one.dtype_of(chosen.stored), empty, plain_key(path))
+        elif place is not None:
+            kind, shape = Kind(table.kinds[place]), table.shape_of(place)
+            add_leaf(leaves, path, kind, shape, table.dtypes[place], empty, metadata.key(path))
         else:
-            leaves.tensor_paths.append(path)
-            leaves.tensors.append(_empty(empty, one.shape, one.dtype_of(chosen.stored), plain_key(path)))
+            leaves.value_paths.append(path)
+            leaves.values.append(None)
 
 
-def _sources(metadata: Metadata, chosen: Chosen) -> set[str]:
-    """The stored paths that are read."""
-    of_key = {metadata.key(path): path for path in metadata.table.paths}
-    parts = (part for one in chosen.made.values() for part in one.parts)
-    return {*(path for path in chosen.paths if path not in chosen.made), *(of_key[part.key] for part in parts)}
-
-
-def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:
-    """The files that hold tensors, or stored values, of these paths."""
-    table = metadata.table
-    tensors = sorted(table.index[path] for path in paths if path in table.index)
-    return sorted(set(table.select(tensors)[0].shard_file.tolist()))
-
-
-def _add_stored(leaves: Leaves, metadata: Metadata, path: str, empty: _Empty) -> None:
-    table = metadata.table
-    place = table.index.get(path)
-    if place is None:
-        leaves.value_paths.append(path)
-        leaves.values.append(None)
-        return
-    shape, kind = table.shape_of(place), Kind(table.kinds[place])
-    add_leaf(leaves, path, kind, shape, table.dtypes[place], empty, metadata.key(path))
+def _files_of(metadata: Metadata, chosen: Chosen) -> list[int]:
+    """The files that hold what is read."""
+    table, made = metadata.table, chosen.made
+    of_key = {metadata.key(path): place for path, place in table.index.items()}
+    read = {of_key[part.key] for one in made.values() for part in one.parts}
+    read |= {table.index[path] for path in chosen.paths if path not in made and path in table.index}
+    return sorted(set(table.select(sorted(read))[0].shard_file.tolist()))
 
 
 def add_leaf(
@@ -153,13 +141,9 @@ def add_leaf(
     leaves.tensor_paths.append(path)
     if kind == Kind.ARRAY:
         leaves.tensors.append(zeros_of(shape, arithmetic_dtype(dtype), key))
-    else:
-        leaves.tensors.append(_empty(empty, shape, dtype, key))
-
-
-def _empty(empty: _Empty, shape: tuple[int, ...], dtype: DType, key: str) -> Any:
+        return
     try:
-        return empty(shape, dtype)
+        leaves.tensors.append(empty(shape, dtype))
     except UnsupportedValueError as error:
         raise UnsupportedValueError(f"{key}: {error}") from None
     except (RuntimeError, OSError, MemoryError) as error:
