@@ -22,8 +22,8 @@ from paddle_dist_ckpt.readers.catalog import Catalog, Reader
 from paddle_dist_ckpt.readers.safetensors import SafetensorsReader
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing.catalogs import read_catalog
-from paddle_dist_ckpt.testing.faults import FaultyStorage
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
+from test.jobs import CountingStorage
 from test.readers.golden import golden_checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -481,18 +481,10 @@ def test_headers_are_judged_as_the_library_judges_them(tmp_path: Path) -> None:
 
 def test_little_more_than_the_header_is_read(tmp_path: Path) -> None:
     save_file({f"layer.{i}": np.zeros(1 << 17) for i in range(20)}, tmp_path / "a.safetensors")
-    sizes: list[int] = []
-
-    class Counting(FaultyStorage):
-        def open(self, name: str) -> Any:
-            file = super().open(name)
-            inner = file.read_into
-            file.read_into = lambda buffers, *rest: (sizes.extend(map(len, buffers)), inner(buffers, *rest))[1]
-            return file
-
-    storage = Counting(tmp_path, lambda operation, name: None)
+    log: list[tuple[str, int, int]] = []
+    storage = CountingStorage(tmp_path, log)
     assert len(SafetensorsReader().read(storage, storage.names(), 0).tensors) == 20
-    assert sum(sizes) < 64 << 10
+    assert sum(stop - start for _, start, stop in log) < 64 << 10
 
 
 # -- shards of torch.distributed.checkpoint

@@ -18,9 +18,9 @@ from paddle_dist_ckpt.readers.catalog import Catalog, Reader
 from paddle_dist_ckpt.readers.torch_dcp import TorchDCPReader
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing.catalogs import read_catalog
-from paddle_dist_ckpt.testing.faults import FaultyStorage
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
 from paddle_dist_ckpt.tree.paths import ListIndex, TupleIndex
+from test.jobs import CountingStorage
 from test.pace import slowness
 from test.readers.golden import GOLDEN, golden_checkpoint
 from test.readers.measured import measured
@@ -228,20 +228,12 @@ def test_little_of_large_tensors_is_read(tmp_path: Path) -> None:
     writer = DCPWriter()
     for i in range(5):
         writer.add(f"w{i}", "float32", np.zeros(1 << 18, np.float32))
-    sizes: list[int] = []
-
-    class Counting(FaultyStorage):
-        def open(self, name: str) -> Any:
-            file = super().open(name)
-            inner = file.read_into
-            file.read_into = lambda buffers, *rest: (sizes.extend(map(len, buffers)), inner(buffers, *rest))[1]
-            return file
-
     read(tmp_path, writer)
-    storage = Counting(tmp_path, lambda operation, name: None)
+    log: list[tuple[str, int, int]] = []
+    storage = CountingStorage(tmp_path, log)
     TorchDCPReader().read(storage, storage.names(), 0)
-    assert sum(sizes) < 128 << 10
-    assert len(sizes) < 5 * 4, "requests of a remote storage"
+    assert sum(stop - start for _, start, stop in log) < 128 << 10
+    assert len(log) < 5 * 4, "requests of a remote storage"
 
 
 def test_a_checksum_of_zero_is_none(tmp_path: Path) -> None:
