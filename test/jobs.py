@@ -229,6 +229,12 @@ def split_rows(array: np.ndarray, ranks: int, fill: bool = True, dimension: int 
     return [shard_array(array, [rows_of(array.shape, rank, ranks, dimension)], fill) for rank in range(ranks)]
 
 
+def split_all(arrays: Mapping[str, np.ndarray], ranks: int = 2) -> list[dict[str, Any]]:
+    """Arrays for each of some ranks: what has several rows is cut, all else is whole."""
+    cut = {key: split_rows(one, ranks) if one.ndim and len(one) > 1 else [one] * ranks for key, one in arrays.items()}
+    return [{key: parts[rank] for key, parts in cut.items()} for rank in range(ranks)]
+
+
 def check_pieces(tensor: ShardedArray, expected: np.ndarray) -> None:
     """Assert that every piece holds what the global array has there."""
     for box, piece in zip(tensor.boxes, tensor.pieces, strict=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from paddle_dist_ckpt import Recipe, concat, split, stack, stored
-from test.jobs import make_array, save_on, split_rows
+from test.jobs import make_array, save_on, split_all
 
 Arrays = dict[str, np.ndarray]
 SAVED: Arrays = {
@@ -94,6 +94,5 @@ def expected(name: str) -> np.ndarray:
 
 def save_in_rows(arrays: Arrays, path: Path) -> Path:
     """Save arrays on two ranks, each some rows of each; returns the folder."""
-    parts = {key: split_rows(array, 2) if array.size > 1 else [array, array] for key, array in arrays.items()}
-    save_on([{key: part[rank] for key, part in parts.items()} for rank in range(2)], path)
+    save_on(split_all(arrays), path)
     return path

@@ -11,7 +11,7 @@ import numpy as np
 from typer.testing import CliRunner
 
 from paddle_dist_ckpt.cli.main import app
-from test.jobs import save_on, split_rows
+from test.jobs import save_on, split_all
 
 __all__ = ["answer", "fails", "run", "save_model"]
 
@@ -39,14 +39,4 @@ def fails(*args: Any, code: int = 2) -> str:
 
 def save_model(folder: Path, arrays: Mapping[str, np.ndarray], unique_id: int | None = None, **values: Any) -> None:
     """Save arrays, below ``model``, and values, by two ranks; what has rows is cut."""
-    states = [
-        {
-            "model": {
-                key: split_rows(array, 2)[rank] if array.ndim and len(array) > 1 else array
-                for key, array in arrays.items()
-            },
-            **values,
-        }
-        for rank in range(2)
-    ]
-    save_on(states, folder, unique_id)
+    save_on([{"model": model, **values} for model in split_all(arrays)], folder, unique_id)

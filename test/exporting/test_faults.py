@@ -47,7 +47,7 @@ from test.jobs import (
     same_bits,
     save_alone,
     save_on,
-    split_rows,
+    split_all,
 )
 from test.strategies import draws
 from test.system_calls import make_stale_when_removed, replace_call
@@ -59,11 +59,7 @@ RANKS = 2
 
 
 def saved(folder: Path) -> Path:
-    states = [
-        {"model": {key: split_rows(array, RANKS)[rank] for key, array in ARRAYS.items()}, "step": 3}
-        for rank in range(RANKS)
-    ]
-    save_on(states, folder)
+    save_on([{"model": model, "step": 3} for model in split_all(ARRAYS, RANKS)], folder)
     return folder
 
 

@@ -38,6 +38,7 @@ from test.jobs import (
     same_bits,
     save_alone,
     save_on,
+    split_all,
     split_rows,
 )
 from test.strategies import some
@@ -53,18 +54,14 @@ VALUES = {"step": 7, "text": "x" * 10_000, "list": [1, (2.5, None)], "raw": b"\x
 
 def states(ranks: int = 2) -> list[dict[str, Any]]:
     """The arrays and values; what has rows is cut, and every rank has a value of its own."""
-    cut = {
-        key: split_rows(array, ranks) if array.ndim and len(array) > 1 else [array] * ranks
-        for key, array in ARRAYS.items()
-    }
     return [
         {
-            "model": {key: parts[rank] for key, parts in cut.items()},
+            "model": model,
             "layers": [split_rows(make_array((8, 4), seed=i), ranks)[rank] for i in range(2)],
             "extra": dict(VALUES),
             "own": PerRank({"rank": rank}),
         }
-        for rank in range(ranks)
+        for rank, model in enumerate(split_all(ARRAYS, ranks))
     ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import PerRank, UnsupportedValueError, export
-from test.jobs import alike, load_whole, make_array, same_bits, save_alone, save_on, split_rows
+from test.jobs import alike, load_whole, make_array, same_bits, save_alone, save_on, split_all, split_rows
 
 MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 
@@ -48,17 +48,7 @@ def as_paddle_keeps_it(array: np.ndarray) -> np.ndarray:
 
 
 def saved(folder: Path) -> None:
-    states = [
-        {
-            "model": {
-                key: split_rows(array, 2)[rank] if array.ndim and len(array) > 1 else array
-                for key, array in ARRAYS.items()
-            },
-            "step": 7,
-        }
-        for rank in range(2)
-    ]
-    save_on(states, folder)
+    save_on([{"model": model, "step": 7} for model in split_all(ARRAYS)], folder)
 
 
 @pytest.mark.usefixtures("paddle_classes")

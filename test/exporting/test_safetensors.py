@@ -35,7 +35,7 @@ from test.jobs import (
     same_bits,
     save_alone,
     save_on,
-    split_rows,
+    split_all,
 )
 
 CODES = {"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
@@ -52,13 +52,7 @@ ARRAYS = {
 
 def saved(folder: Path, arrays: Mapping[str, np.ndarray] = ARRAYS, **values: Any) -> None:
     """The arrays and values, nested in ``model`` and ``extra``, by two ranks; what has rows is cut."""
-    states = []
-    for rank in range(2):
-        model = {
-            key: split_rows(array, 2)[rank] if array.ndim and len(array) > 1 else array for key, array in arrays.items()
-        }
-        states.append({"model": model, "extra": values})
-    save_on(states, folder)
+    save_on([{"model": model, "extra": values} for model in split_all(arrays)], folder)
 
 
 def opened(folder: Path) -> dict[str, np.ndarray]:

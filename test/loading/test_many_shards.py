@@ -28,7 +28,7 @@ from test.jobs import (
     same_bits,
     save_on,
     sharded,
-    split_rows,
+    split_all,
 )
 from test.strategies import some
 from test.torture.budgets import cost_of
@@ -130,8 +130,7 @@ def test_what_is_read_some_after_other_is_what_was_saved(
 ) -> None:
     """Needs of several files, tensors and kinds, few at a time, into targets that are divided otherwise."""
     arrays = {f"t{i}": make_array((12 + i, 10), seed=i) for i in range(5)}
-    parts = {key: split_rows(array, files) for key, array in arrays.items()}
-    save_on([{key: part[rank] for key, part in parts.items()} for rank in range(files)], tmp_path)
+    save_on(split_all(arrays, files), tmp_path)
     batches: list[int] = []
     real = needs.batches_of
 
