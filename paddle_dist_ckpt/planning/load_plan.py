@@ -15,7 +15,7 @@ from ..core.shards import ShardTable
 from .cover import covers_exactly
 from .overlap import overlapping_pairs
 
-__all__ = ["Alike", "Overlaps", "WantedBoxes", "plan_load"]
+__all__ = ["Overlaps", "WantedBoxes", "plan_load"]
 
 _MANY = 300  # pairs of wanted box and box of a layout, from which on it is worth to look whether the latter are a grid
 _TOGETHER = 1 << 14  # pairs of which there are boxes at a time, and boxes that are searched

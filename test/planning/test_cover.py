@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paddle_dist_ckpt.core.box import Box, intersect, whole
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.planning import cover
-from paddle_dist_ckpt.planning.cover import covers_exactly, first_gap, tensors_covered
+from paddle_dist_ckpt.planning.cover import covers_exactly, first_gap
 from test.strategies import boxes_in, examples, paint, shapes, tilings
 
 
@@ -32,12 +32,15 @@ def pieces(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def check(shapes_and_boxes: list[tuple[tuple[int, ...], list[Box]]], dimensions: int = 4) -> list[bool]:
-    """``covers_exactly`` for tensors and their boxes, the way the plans call it."""
-    groups = [g for g, (_, boxes) in enumerate(shapes_and_boxes) for _ in boxes]
+    """``covers_exactly`` for tensors and their boxes, the way the plans call it; or if they start anywhere else."""
+    groups = np.array([g for g, (_, boxes) in enumerate(shapes_and_boxes) for _ in boxes], np.int64)
     boxes = Boxes.of([box for _, boxes in shapes_and_boxes for box in boxes], dimensions)
     regions = Boxes.of([whole(shape) for shape, _ in shapes_and_boxes], dimensions)
-    found = covers_exactly(np.array(groups, np.int64), boxes, regions)
-    return [bool(exact) for exact in found]
+    found: list[bool] = covers_exactly(groups, boxes, regions).tolist()
+    start = np.arange(len(regions))[:, None] * 7 - 3
+    moved = Boxes(boxes.offset + start[groups], boxes.shape), Boxes(regions.offset + start, regions.shape)
+    assert covers_exactly(groups, *moved).tolist() == found
+    return found
 
 
 @examples(35)
@@ -103,24 +106,6 @@ def test_first_gap_is_a_region_that_no_box_has(data: st.DataObject) -> None:
         assert gap.size
         assert paint(shape, [gap]).sum() == gap.size
         assert all(intersect(gap, box) is None for box in boxes)
-
-
-@examples(25)
-@given(st.data())
-def test_tensors_that_are_cut_alike_are_judged_alike(data: st.DataObject) -> None:
-    """Several tensors of a few kinds, whole or not, against painting each by itself."""
-    kinds = []
-    for _ in range(data.draw(st.integers(1, 3))):
-        shape = data.draw(shapes(least=1))
-        boxes = [box for box in data.draw(tilings(shape)) if box.size]
-        if data.draw(st.booleans()) and boxes:
-            boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
-        kinds.append((shape, sorted(boxes)))
-    tensors = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
-    number = np.array([t for t, (_, boxes) in enumerate(tensors) for _ in boxes], np.int64)
-    boxes = Boxes.of([box for _, boxes in tensors for box in boxes], 4)
-    found = tensors_covered(number, boxes, Boxes.of([whole(shape) for shape, _ in tensors], 4).shape)
-    assert found.tolist() == [bool((paint(shape, boxes) == 1).all()) for shape, boxes in tensors]
 
 
 def test_the_numbers_are_made_from_all_that_is_given() -> None:

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import IntArray
-from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.layouts import Layout, grid_starts
-from paddle_dist_ckpt.core.shards import ShardTable
-from paddle_dist_ckpt.planning import cover, load_plan, order
-from paddle_dist_ckpt.planning.cover import covers_exactly, tensors_covered
-from paddle_dist_ckpt.planning.load_plan import Alike, Overlaps, WantedBoxes, plan_load
+from paddle_dist_ckpt.planning import cover, order
+from paddle_dist_ckpt.planning.cover import tensors_covered
+from paddle_dist_ckpt.planning.load_plan import WantedBoxes, plan_load
 from paddle_dist_ckpt.planning.order import box_order, file_order, shard_order
+from test.planning.test_load_plan import table_of
 from test.strategies import boxes_in, examples, grids, paint, shapes, tilings
 
 NEVER = 1 << 60
@@ -150,93 +149,6 @@ def test_a_grid_of_one_box() -> None:
 # -- plans of loads
 
 
-def table_of(layouts: list[Layout], layout_of: list[int]) -> ShardTable:
-    count = len(layout_of)
-    shards = sum(len(layouts[i].boxes) for i in layout_of)
-    zeros = np.zeros(count, np.int64)
-    paths = [f"/t{i:02}" for i in range(count)]
-    numbers = np.array(layout_of, np.int64)
-    file, none = np.zeros(shards, np.int64), [None] * count
-    return ShardTable(paths, [DTYPES["float32"]] * count, zeros, layouts, numbers, file, [*none])
-
-
-@st.composite
-def around(draw: st.DrawFn, shape: Sequence[int]) -> Box:
-    """A box that may reach outside of a tensor, or lie there, or have no elements."""
-    offset = [draw(st.integers(-2, n + 2)) for n in shape]
-    return Box(tuple(offset), tuple(draw(st.integers(0, n + 3)) for n in shape))
-
-
-@st.composite
-def loads(draw: st.DrawFn) -> tuple[ShardTable, WantedBoxes]:
-    """Several tensors, some cut alike, by grids or otherwise, sound or not; and boxes wanted of them."""
-    layouts = []
-    for _ in range(draw(st.integers(1, 3))):
-        shape = draw(shapes(most=5, dimensions=DIMENSIONS))
-        boxes = list(draw(st.one_of(grids(shape), tilings(shape)))) if math.prod(shape) else [whole(shape)]
-        if draw(st.integers(0, 3)) == 0:
-            boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        if draw(st.integers(0, 3)) == 0 and math.prod(shape):
-            boxes.append(draw(boxes_in(shape, least=1)))
-        layouts.append(Layout(shape, Boxes.of(sorted(boxes), len(shape))))
-    layout_of = [*range(len(layouts)), *draw(st.lists(st.integers(0, len(layouts) - 1), max_size=3))]
-    wanted: list[tuple[int, Box]] = []
-    for _ in range(draw(st.integers(0, 8))):
-        t = draw(st.integers(0, len(layout_of) - 1))
-        shape = layouts[layout_of[t]].shape
-        wanted.append((t, draw(st.one_of(boxes_in(shape), around(shape), st.just(whole(shape))))))
-    wanted = draw(st.permutations(wanted + wanted[: draw(st.integers(0, 2))]))
-    boxes_wanted = Boxes.of([box for _, box in wanted], DIMENSIONS)
-    return table_of(layouts, layout_of), WantedBoxes(np.array([t for t, _ in wanted], np.int64), boxes_wanted)
-
-
-def plans(table: ShardTable, wanted: WantedBoxes, many: int, few: int) -> Overlaps:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load_plan, "_MANY", many)
-        patch.setattr(cover, "_MANY", many)
-        patch.setattr(load_plan, "_FEW_PAIRS", few)
-        return plan_load(table, wanted)
-
-
-@examples(25)
-@given(loads())
-def test_plans_are_the_same_with_grids_and_without(problem: tuple[ShardTable, WantedBoxes]) -> None:
-    """By grids, by comparing all pairs, by search: the very same columns."""
-    table, wanted = problem
-    expected = plans(table, wanted, NEVER, NEVER)
-    for many, few in [(1, NEVER), (1, 0), (NEVER, 0), (2, 1)]:
-        found = plans(table, wanted, many, few)
-        for name in Overlaps.__slots__:
-            a, b = (getattr(plan, name) for plan in (found, expected))
-            for x, y in zip(*map(columns_of, (a, b)), strict=True):
-                assert x.tolist() == y.tolist(), name
-                assert (x.dtype, x.shape) == (y.dtype, y.shape), name
-
-
-def columns_of(columns: np.ndarray | Alike) -> list[np.ndarray]:
-    if isinstance(columns, Alike):
-        return [boxes.table for boxes in columns.take(slice(None))]
-    return [columns]
-
-
-def test_a_wanted_box_outside_of_a_grid_is_uncovered() -> None:
-    table = table_of([Layout.from_cuts((4, 6), [[2], [2, 4]])], [0])
-    boxes = [
-        Box((0, 0), (4, 6)),
-        Box((0, 0), (5, 6)),
-        Box((-1, 0), (2, 2)),
-        Box((0, 6), (1, 1)),
-        Box((9, 9), (1, 1)),
-        Box((-5, 0), (2, 2)),
-        Box((1, 1), (2, 4)),
-        Box((4, 0), (0, 6)),
-        Box((2, 2), (0, 2)),
-    ]
-    items = plans(table, WantedBoxes(np.zeros(len(boxes), np.int64), Boxes.of(boxes, DIMENSIONS)), 1, NEVER)
-    assert items.uncovered.tolist() == [1, 2, 3, 4, 5]
-    assert np.bincount(items.wanted, minlength=len(boxes)).tolist() == [6, 6, 1, 0, 0, 0, 6, 0, 0]
-
-
 @pytest.mark.parametrize("change", ["none", "missing", "doubled"])
 def test_a_large_grid_by_the_default_threshold(change: str) -> None:
     """100 boxes, so that what is tested above happens with nothing patched."""
@@ -253,7 +165,26 @@ def test_a_large_grid_by_the_default_threshold(change: str) -> None:
     assert found == [100 - less, 9 - less, 10, 1 - less] * 2
 
 
+def test_a_job_of_many_ranks_takes_no_pair_of_all_shards() -> None:
+    """2,000 tensors of 64 shards each, of which a rank wants a 96th: about two shards a tensor."""
+    side, cuts = 64 * 96, list(range(96, 64 * 96, 96))
+    tensors = 2_000
+    layout = Layout.from_cuts((side,), [cuts])
+    table = table_of([layout], [0] * tensors)
+    items = plan_load(table, WantedBoxes(np.arange(tensors), Boxes.of([Box((64 * 7,), (64,))] * tensors, 1)))
+    assert len(items.uncovered) == 0
+    assert int(items.alike.take(items.like)[0].volumes.sum()) == 64 * tensors
+    assert len(items.wanted) == math.ceil(64 * 8 / 96) * tensors - 64 * 7 // 96 * tensors
+
+
 # -- exact covers
+
+
+@st.composite
+def around(draw: st.DrawFn, shape: Sequence[int]) -> Box:
+    """A box that may reach outside of a tensor, or lie there, or have no elements."""
+    offset = [draw(st.integers(-2, n + 2)) for n in shape]
+    return Box(tuple(offset), tuple(draw(st.integers(0, n + 3)) for n in shape))
 
 
 @st.composite
@@ -281,24 +212,6 @@ def covered(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """By painting; nothing may lie outside."""
     inside = all(o >= 0 and o + e <= n for box in boxes for o, e, n in zip(box.offset, box.shape, shape, strict=True))
     return inside and bool((paint(shape, boxes) == 1).all())
-
-
-@examples(25)
-@given(covers())
-def test_covers_are_judged_alike_with_grids_and_without(problem: tuple[list[tuple[int, ...]], list[list[Box]]]) -> None:
-    all_shapes, heaps = problem
-    groups = np.array([g for g, boxes in enumerate(heaps) for _ in boxes], np.int64)
-    boxes = Boxes.of([box for boxes in heaps for box in boxes], DIMENSIONS)
-    regions = Boxes.of([whole(shape) for shape in all_shapes], DIMENSIONS)
-    shift = np.arange(len(all_shapes))[:, None] * 7 - 3  # no region starts at zero
-    expected = [covered(*pair) for pair in zip(all_shapes, heaps, strict=True)]
-    for many in (1, 2, 64, NEVER):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cover, "_MANY", many)
-            assert covers_exactly(groups, boxes, regions).tolist() == expected
-            moved = Boxes(boxes.offset + shift[groups], boxes.shape)
-            found = covers_exactly(groups, moved, Boxes(regions.offset + shift, regions.shape))
-            assert found.tolist() == expected
 
 
 @pytest.mark.parametrize("collide", [False, True])
