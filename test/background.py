@@ -15,6 +15,7 @@ from paddle_dist_ckpt import AsyncSave, list_checkpoints, verify
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.reports import SaveReport
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
+from test.hooks import raises
 from test.jobs import SMALL, all_ok, load_whole, split_rows
 from test.waiting import PATIENCE
 
@@ -104,9 +105,4 @@ def versions_in(folder: Path) -> list[int]:
 
 def failing(folder: Path, operation: str, at: str, error: OSError, armed: Callable[[], bool]) -> FaultyStorage:
     """A folder in which the operations of a kind fail, on files whose names have a part."""
-
-    def hook(done: str, name: str) -> None:
-        if done == operation and at in name and armed():
-            raise error
-
-    return FaultyStorage(folder, hook)
+    return FaultyStorage(folder, raises(operation, f"*{at}*", error, armed))

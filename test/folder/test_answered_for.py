@@ -27,8 +27,8 @@ from test.folder.test_gone_claims import (
     claims_of,
     dead_with_a_temporary_name,
     frozen_at_its_last_step,
-    refuses,
 )
+from test.hooks import dies, raises
 from test.jobs import Killed, age, age_claims, files_in, save_alone, save_on, saves_in, try_save
 from test.waiting import PATIENCE
 
@@ -147,15 +147,8 @@ def test_what_a_copy_has_taken_over_and_could_not_remove_is_not_forgotten(tmp_pa
     save_alone(state(9), theirs, 9)
     copy(LocalStorage(ours), LocalStorage(theirs), 1, False)
     (file,) = theirs.glob("0_1.*")
-    dead: list[bool] = []
-
-    def kill(operation: str, name: str) -> None:
-        if dead or (operation, name) == ("delete", file.name):
-            dead.append(True)
-            raise Killed
-
     with pytest.raises(Killed):
-        delete(FaultyStorage(theirs, kill), 1)
+        delete(FaultyStorage(theirs, dies("delete", file.name)), 1)
     age_claims(theirs)
     with pytest.raises(OSError, match="Input/output error"):
         copy(LocalStorage(ours), FaultyStorage(theirs, fails_once("delete", file.name, errno.EIO)), 1, False)
@@ -207,7 +200,7 @@ def test_what_is_replaced_by_a_save_that_could_not_be_stopped_is_not_forgotten(t
     with frozen_at_its_last_step(tmp_path, 1, 0, dies=False) as thaw:
         (claim,) = tmp_path.glob("*.claim")
         name = claim.name if is_stuck == "claim" else claim.name.replace(".claim", ".metadata.tmp")
-        storage = FaultyStorage(tmp_path, refuses(name, errno.EPERM))
+        storage = FaultyStorage(tmp_path, raises("delete", name, errno.EPERM))
         save_alone(state(2), storage, 0)
         age_claims(tmp_path)
         save_alone(state(3), storage, 7)
@@ -220,7 +213,7 @@ def test_what_is_replaced_by_a_save_that_another_claim_passes_on_is_not_forgotte
     save_alone(state(0), tmp_path, 0)
     with frozen_at_its_last_step(tmp_path, 1, 0, dies=False) as thaw:
         (claim,) = tmp_path.glob("*.claim")
-        storage = FaultyStorage(tmp_path, refuses(claim.name.replace(".claim", ".metadata.tmp"), errno.EPERM))
+        storage = FaultyStorage(tmp_path, raises("delete", claim.name.replace(".claim", ".metadata.tmp"), errno.EPERM))
         save_alone(state(2), storage, 0)
         for version, unique_id, passes_on in ((3, 7, True), (4, 8, False)):
             for claim in tmp_path.glob("*.claim"):
@@ -241,7 +234,7 @@ def test_deletions_go_on_beside_a_committed_save_that_waits_for_one_that_cannot_
     temporary = dead_with_a_temporary_name(tmp_path, 0)
     claim = temporary.with_suffix("").with_suffix(".claim")
     age_claims(tmp_path)
-    hook = refuses(claim.name if is_stuck == "claim" else temporary.name, errno.EACCES)
+    hook = raises("delete", claim.name if is_stuck == "claim" else temporary.name, errno.EACCES)
     if is_killed:
         killed_after_its_commit(tmp_path, 7, 0, hook)
     else:
@@ -271,13 +264,10 @@ def test_what_cannot_be_settled_for_long_is_passed_on_without_growing(tmp_path: 
     save_alone(state(0), tmp_path, 0)
     temporary = dead_with_a_temporary_name(tmp_path, 5)
 
-    def hook(operation: str, name: str) -> None:
-        if (operation, name) == ("delete", temporary.name):
-            raise CheckpointTimeoutError("it hangs")
-
+    hangs = raises("delete", temporary.name, CheckpointTimeoutError("it hangs"))
     for number in range(4):
         age_all_claims(tmp_path)
-        save_alone(state(number), FaultyStorage(tmp_path, hook), 10)
+        save_alone(state(number), FaultyStorage(tmp_path, hangs), 10)
         (says,) = (says for says in claims_of(tmp_path) if "taken" in says)
         assert len(says["taken"]) == 1
     check_after_later_saves(tmp_path, {0: 0, 10: 3})
@@ -288,7 +278,7 @@ def test_deletions_go_on_beside_the_temporary_name_of_another_id_that_stays(tmp_
         save_alone(state(unique_id), tmp_path, unique_id)
     temporary = dead_with_a_temporary_name(tmp_path, 9)
     age_claims(tmp_path)
-    storage = FaultyStorage(tmp_path, refuses(temporary.name, errno.EBUSY))
+    storage = FaultyStorage(tmp_path, raises("delete", temporary.name, errno.EBUSY))
     for unique_id in range(2):
         delete(storage, unique_id)
     assert temporary.exists()

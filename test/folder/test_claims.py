@@ -31,6 +31,7 @@ from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, SimulatedRank, run_ranks
 from paddle_dist_ckpt.testing.storage_conformance import in_threads
 from paddle_dist_ckpt.wiring import save_with
+from test.hooks import dies, does, raises
 from test.interrupts import interrupted
 from test.jobs import (
     Killed,
@@ -67,15 +68,7 @@ def check_holds(folder: Path, versions: dict[int, int]) -> None:
 
 def dead_save(folder: Path, unique_id: int | None, last: str) -> None:
     """Save version 99, and die at the first operation of this kind: what it has made by then stays."""
-    dead: list[bool] = []
-
-    def hook(operation: str, name: str) -> None:
-        if dead or operation == last:
-            dead.append(True)
-            raise Killed
-
-    try_save([state(99)], FaultyStorage(folder, hook), unique_id)
-    assert dead
+    errors_of(try_save([state(99)], FaultyStorage(folder, dies(last)), unique_id), Killed)
 
 
 def never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,12 +223,7 @@ def stuck_claim(folder: Path, unique_id: int, **says: Any) -> FaultyStorage:
     claim.write_text(json.dumps({"save": STUCK, "replaces": None, "removes": [], **says}))
     age(claim)
     (folder / f"0_{unique_id}.{STUCK}.0.safetensors").write_bytes(b"theirs")
-
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name == claim.name:
-            raise PermissionError(errno.EPERM, "Operation not permitted", str(claim))
-
-    return FaultyStorage(folder, hook)
+    return FaultyStorage(folder, raises("delete", claim.name, errno.EPERM))
 
 
 def test_a_dead_claim_that_cannot_be_removed_is_in_nobodys_way(
@@ -268,11 +256,7 @@ def test_a_dead_claim_that_may_not_be_read_is_left_with_what_it_says_to_whoever_
     dead_save(tmp_path, 7, last="sync")
     age_claims(tmp_path)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "read" and name == theirs.name:
-            raise PermissionError(errno.EACCES, "Permission denied", str(theirs))
-
-    storage = FaultyStorage(tmp_path, hook)
+    storage = FaultyStorage(tmp_path, raises("read", theirs.name, errno.EACCES))
     save_on([state(3)], storage, 2)
     assert caplog.text.count("the claim of a dead save is left, and with it the save's files: [Errno 13]") == 1
     assert [path.name for path in tmp_path.glob("*.claim")] == [theirs.name]
@@ -310,11 +294,7 @@ def test_a_dead_claim_that_may_not_be_read_is_left_although_its_rewriting_may(tm
     for path in tmp_path.glob("*.claim*"):
         age(path)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "read" and name == claim.name:
-            raise PermissionError(errno.EACCES, "Permission denied", str(claim))
-
-    save_on([state(2)], FaultyStorage(tmp_path, hook), 2)
+    save_on([state(2)], FaultyStorage(tmp_path, raises("read", claim.name, errno.EACCES)), 2)
     assert claim.exists()
     assert [path.name[:4] for path in data_files(tmp_path)] == ["0_2.", "0_5."]
     save_alone(state(3), tmp_path, 3)
@@ -359,13 +339,9 @@ def test_claims_do_not_multiply_what_cannot_be_removed(tmp_path: Path) -> None:
     save_alone(state(0), tmp_path, 1)
     (stuck,) = data_files(tmp_path)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name == stuck.name:
-            raise PermissionError(errno.EPERM, "Operation not permitted", str(stuck))
-
     sizes = []
     for version in range(12):
-        save_alone(state(version), FaultyStorage(tmp_path, hook), 1)
+        save_alone(state(version), FaultyStorage(tmp_path, raises("delete", stuck.name, errno.EPERM)), 1)
         assert len(data_files(tmp_path)) == 2, "one that cannot be removed keeps no other"
         sizes.append(sum(claim.stat().st_size for claim in tmp_path.glob("*.claim")))
         age_claims(tmp_path)
@@ -385,15 +361,7 @@ def test_nobody_waits_for_a_dead_deletion_whose_claim_cannot_be_removed(
 def test_what_a_dead_claim_that_cannot_be_removed_speaks_of_stays_if_the_next_save_dies(tmp_path: Path) -> None:
     """Its claim has spoken of these files before it is known that the other cannot be removed."""
     storage = stuck_claim(tmp_path, 5)
-    killed: list[bool] = []
-
-    def hook(operation: str, name: str) -> None:
-        if killed or (operation == "delete" and STUCK in name):
-            killed.append(True)
-            raise Killed
-
-    try_save([state(1)], FaultyStorage(tmp_path, hook))
-    assert killed
+    errors_of(try_save([state(1)], FaultyStorage(tmp_path, dies("delete", f"*{STUCK}*"))), Killed)
     age_claims(tmp_path)
     save_on([state(2)], storage, 2)
     assert {name for name in files_in(tmp_path) if STUCK in name} == {f"5.{STUCK}.claim", f"0_5.{STUCK}.0.safetensors"}
@@ -772,11 +740,7 @@ def test_a_claim_that_cannot_be_dated_anew_stops_nothing(tmp_path: Path) -> None
     (claim,) = tmp_path.glob("*.claim")
     age(claim, -30 * 86400)
 
-    def refuse(operation: str, name: str) -> None:
-        if (operation, name) == ("touch", claim.name):
-            raise PermissionError(errno.EPERM, "Operation not permitted", name)
-
-    save_alone(state(1), FaultyStorage(tmp_path, refuse))
+    save_alone(state(1), FaultyStorage(tmp_path, raises("touch", claim.name, errno.EPERM)))
     assert list_checkpoints(tmp_path) == [0]
     assert claim.exists()
 
@@ -785,11 +749,8 @@ def test_two_saves_that_replace_one_id_leave_the_later_one(tmp_path: Path) -> No
     """The second one commits when the first is about to."""
     save_alone(state(0), tmp_path, 5)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "publish" and name == "5.metadata":
-            save_alone(state(1), tmp_path, 5)
-
-    save_alone(state(2), FaultyStorage(tmp_path, hook), 5)
+    second = does("publish", "5.metadata", lambda: save_alone(state(1), tmp_path, 5))
+    save_alone(state(2), FaultyStorage(tmp_path, second), 5)
     check_holds(tmp_path, {5: 2})
 
 
@@ -821,14 +782,11 @@ def test_a_clean_up_that_fails_on_another_host_is_left_to_a_later_save(tmp_path:
     states = [state(0), {"more": np.arange(9)}]
     save_on(states, [ours, another_host(theirs, 1)], 5)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name.endswith(".safetensors"):
-            raise OSError(errno.EIO, "injected")
-
-    before = set(threading.enumerate())
-    save_on(states, [ours, FaultyStorage(theirs, hook, FolderIdentity("host1", 1, 1))], 5)
+    refusing = FaultyStorage(theirs, raises("delete", "*.safetensors", errno.EIO), FolderIdentity("host1", 1, 1))
+    threads = set(threading.enumerate())
+    save_on(states, [ours, refusing], 5)
     assert len(data_files(theirs)) == 2
-    for thread in set(threading.enumerate()) - before:
+    for thread in set(threading.enumerate()) - threads:
         thread.join(PATIENCE)
         assert not thread.is_alive(), f"{thread.name} keeps running"
     age_claims(ours)
@@ -925,12 +883,8 @@ def test_what_a_dead_save_has_left_prevents_no_save_and_is_not_forgotten(
         dead_save(tmp_path, number, last="sync")
     age_claims(tmp_path)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name.startswith("0_5."):
-            raise OSError(errno.EPERM, "injected")
-
     for number in (6, 7):
-        save_alone(state(number), FaultyStorage(tmp_path, hook), number)
+        save_alone(state(number), FaultyStorage(tmp_path, raises("delete", "0_5.*", errno.EPERM)), number)
         assert [path.name[:4] for path in data_files(tmp_path)] == ["0_5.", *(f"0_{n}." for n in range(6, number + 1))]
         age_claims(tmp_path)
     assert sum("left to a later save" in record.getMessage() for record in caplog.records) == 2
@@ -944,16 +898,14 @@ def test_what_a_rank_makes_after_the_others_have_given_up_is_removed_later(tmp_p
     """It does not know of that, and dies when it has made its file."""
     over, dead = threading.Event(), list[bool]()
 
-    def hang(operation: str, name: str) -> None:
-        if operation == "sync_file":
-            raise CheckpointTimeoutError("it hangs")
-
     def die(operation: str, name: str) -> None:
         if dead:
             raise Killed
         if operation == "create":
             assert over.wait(PATIENCE)
             dead.append(True)
+
+    hang = raises("sync_file", "*", CheckpointTimeoutError("it hangs"))
 
     def work(rank: SimulatedRank) -> None:
         try:
@@ -1058,12 +1010,8 @@ def test_a_claim_that_could_not_be_refreshed_once_is_refreshed_later(
 
 
 def test_a_save_that_cannot_look_for_dead_ones_leaves_no_claim(tmp_path: Path) -> None:
-    def hook(operation: str, name: str) -> None:
-        if operation == "modified":
-            raise OSError(errno.EIO, "Input/output error", name)
-
     with pytest.raises(CheckpointError, match="Input/output error"):
-        save_on([state(1)], FaultyStorage(tmp_path, hook))
+        save_on([state(1)], FaultyStorage(tmp_path, raises("modified", "*", errno.EIO)))
     assert not files_in(tmp_path)
 
 

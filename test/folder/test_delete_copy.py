@@ -43,6 +43,7 @@ from paddle_dist_ckpt.manager.retention import Retention
 from paddle_dist_ckpt.manager.steps import step_folder
 from paddle_dist_ckpt.storage import Folders, LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
+from test.hooks import dies, does, raises
 from test.jobs import (
     SMALL,
     Killed,
@@ -185,24 +186,17 @@ def test_a_copy_beside_another_one_that_is_faster_says_so(tmp_path: Path) -> Non
     saved(tmp_path / "from", 1)
     (name,) = (path.name for path in data_files(tmp_path / "from"))
 
-    def hook(operation: str, _: str) -> None:
-        if operation == "create":
-            (tmp_path / "to" / name).write_bytes(b"theirs")
-
+    other = does("create", "*", lambda: (tmp_path / "to" / name).write_bytes(b"theirs"))
     with pytest.raises(CheckpointError, match=rf"to/{name} is being put there by somebody else; try again when that"):
-        copy(LocalStorage(tmp_path / "from"), FaultyStorage(tmp_path / "to", hook), 1, False)
+        copy(LocalStorage(tmp_path / "from"), FaultyStorage(tmp_path / "to", other), 1, False)
     assert (tmp_path / "to" / name).read_bytes() == b"theirs"
 
 
 def test_a_disk_without_room_for_a_name_is_an_error(tmp_path: Path) -> None:
     saved(tmp_path, 1)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "publish":
-            raise FaultyStorage.no_space(name)
-
     with pytest.raises(OSError, match="No space left"):
-        delete(FaultyStorage(tmp_path, hook), 1)
+        delete(FaultyStorage(tmp_path, raises("publish", "*", errno.ENOSPC)), 1)
     check_holds(tmp_path, 1)
 
 
@@ -265,12 +259,8 @@ def test_a_deletion_that_the_disk_refuses_is_an_error_of_the_disk(
     """A server may carry out later what it did not answer: a save to the id waits then, or it would be deleted."""
     saved(tmp_path, 1)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name == "1.metadata":
-            raise OSError(number, os.strerror(number), name)
-
     with pytest.raises(OSError, match=os.strerror(number)):
-        delete(FaultyStorage(tmp_path, hook), 1)
+        delete(FaultyStorage(tmp_path, raises("delete", "1.metadata", number)), 1)
     assert list_checkpoints(tmp_path) == [1]
     assert verify(tmp_path, 1).problems == ()
     claims = [claim.deletes and not claim.done for _, claim in records_of(LocalStorage(tmp_path)).values()]
@@ -319,10 +309,6 @@ def test_a_save_waits_for_whoever_may_be_deleting(tmp_path: Path, claim: str) ->
     waits, looked = threading.Event(), threading.Event()
     deletes_on: type[LocalStorage] = FullStorage if claim.startswith("empty") else LocalStorage
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "read" and name.endswith(".claim") and not claim.startswith("empty"):
-            raise PermissionError(errno.EACCES, "Permission denied", name)
-
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "the save waits for that" in record.getMessage():
@@ -335,13 +321,14 @@ def test_a_save_waits_for_whoever_may_be_deleting(tmp_path: Path, claim: str) ->
                 assert waits.wait(PATIENCE)
             super().delete(name)
 
+    unread = "nothing" if claim.startswith("empty") else "*.claim"
     handler = Handler()
     logging.getLogger("paddle_dist_ckpt").addHandler(handler)
     thread = threading.Thread(target=delete, args=(Storage(tmp_path), 1))
     thread.start()
     try:
         assert looked.wait(PATIENCE)
-        save_alone(state(1), FaultyStorage(tmp_path, hook), 1)
+        save_alone(state(1), FaultyStorage(tmp_path, raises("read", unread, errno.EACCES)), 1)
     finally:
         waits.set()
         thread.join(PATIENCE)
@@ -437,11 +424,7 @@ def test_what_is_deleted_is_deleted_whatever_goes_wrong_with_its_files(
     """Nor does a save to the id wait then, though nothing has ended properly."""
     saved(tmp_path, 1, 2)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name.endswith(".safetensors"):
-            raise OSError(errno.EIO, "Input/output error", name)
-
-    assert delete(FaultyStorage(tmp_path, hook), 2).unique_id == 2
+    assert delete(FaultyStorage(tmp_path, raises("delete", "*.safetensors", errno.EIO)), 2).unique_id == 2
     assert "files of removed saves are left to a later save" in caplog.text
     assert list_checkpoints(tmp_path) == [1]
     (claim,) = tmp_path.glob("2.*.claim")
@@ -500,15 +483,8 @@ def test_a_copy_is_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_copy_after_one_that_was_killed_says_for_how_long_that_is_in_the_way(tmp_path: Path) -> None:
     saved(tmp_path / "a", 1)
-    dead: list[bool] = []
-
-    def hook(operation: str, name: str) -> None:
-        if dead or operation == "sync_file":
-            dead.append(True)
-            raise Killed
-
     with pytest.raises(Killed):
-        copy(LocalStorage(tmp_path / "a"), FaultyStorage(tmp_path / "b", hook), 1, False)
+        copy(LocalStorage(tmp_path / "a"), FaultyStorage(tmp_path / "b", dies("sync_file")), 1, False)
     (claim,) = (tmp_path / "b").glob("*.claim")
     with pytest.raises(ValueError, match=rf"the claim {claim.name} speaks of them: .* counts for 5 minutes"):
         copy_checkpoint(tmp_path / "a", tmp_path / "b")

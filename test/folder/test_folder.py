@@ -18,8 +18,8 @@ from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
 from paddle_dist_ckpt.folder.nothing import listed_ids
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
+from test.hooks import dies, does
 from test.jobs import (
-    Killed,
     Watch,
     age,
     all_ok,
@@ -53,14 +53,7 @@ def ids(folder: Path) -> list[int]:
 def dead_save(folder: Path, unique_id: int | None = None, operation: str = "sync", ranks: int = 1) -> list[str]:
     """Let a save die shortly before its commit; returns the names of what it leaves."""
     before = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    dead: list[bool] = []
-
-    def hook(done: str, name: str) -> None:
-        if dead or done == operation:
-            dead.append(True)
-            raise Killed
-
-    try_save([state(99)] * ranks, FaultyStorage(folder, hook), unique_id)
+    try_save([state(99)] * ranks, FaultyStorage(folder, dies(operation)), unique_id)
     return sorted({path.name for path in folder.iterdir()} - before)
 
 
@@ -260,21 +253,15 @@ def test_two_explicit_saves_of_one_id_at_once(tmp_path: Path) -> None:
     """The second commits while the first writes; the first then replaces it, and nothing is left."""
     save_alone(state(0), tmp_path, 1)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "sync_file":
-            save_alone(state(5), tmp_path, 1)
-
-    save_on([state(7)], FaultyStorage(tmp_path, hook), 1)
+    second = does("sync_file", "*", lambda: save_alone(state(5), tmp_path, 1))
+    save_on([state(7)], FaultyStorage(tmp_path, second), 1)
     assert version_in(tmp_path, 1) == 7
     assert len(files_in(tmp_path)) == 2
 
 
 def test_the_automatic_id_is_taken_meanwhile(tmp_path: Path) -> None:
-    def hook(operation: str, name: str) -> None:
-        if operation == "publish" and name == "0.metadata":
-            save_alone(state(5), tmp_path)
-
-    (report,) = save_on([state(7)], FaultyStorage(tmp_path, hook))
+    other = does("publish", "0.metadata", lambda: save_alone(state(5), tmp_path))
+    (report,) = save_on([state(7)], FaultyStorage(tmp_path, other))
     assert report.unique_id == 1
     assert version_in(tmp_path, 0) == 5
     assert version_in(tmp_path, 1) == 7

@@ -33,6 +33,7 @@ from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.folder.test_claims import FreezingStorage, check_holds, dead_save, state
+from test.hooks import dies, does, raises
 from test.jobs import (
     Killed,
     age,
@@ -71,10 +72,7 @@ def test_what_a_dead_save_has_left_is_not_forgotten_if_a_metadata_is_damaged_mea
     age_claims(tmp_path)
     whole = (tmp_path / "1.metadata").read_bytes()
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name.startswith("5.") and name.endswith(".claim"):
-            (tmp_path / "1.metadata").write_bytes(b"rubbish")
-
+    hook = does("delete", "5.*.claim", lambda: (tmp_path / "1.metadata").write_bytes(b"rubbish"))
     save_alone(state(6), FaultyStorage(tmp_path, hook), 6)
     assert "it is not certain which they are" in caplog.text
     assert [path.name[:4] for path in data_files(tmp_path)] == ["0_1.", "0_5.", "0_6."]
@@ -275,12 +273,8 @@ def test_a_folder_that_somebody_removes_as_it_is_empty(tmp_path: Path, moved: st
 def test_the_claim_of_a_deletion_in_a_folder_that_is_gone_says_so(tmp_path: Path) -> None:
     save_alone(state(1), tmp_path / "step", 5)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "publish":
-            shutil.rmtree(tmp_path / "step")
-
     with pytest.raises(CheckpointNotFoundError, match="step has been removed meanwhile"):
-        delete(FaultyStorage(tmp_path / "step", hook), 5)
+        delete(FaultyStorage(tmp_path / "step", does("publish", "*", lambda: shutil.rmtree(tmp_path / "step"))), 5)
 
 
 def test_what_a_dead_deletion_has_begun_is_not_forgotten_by_another_one_of_the_same(tmp_path: Path) -> None:
@@ -409,12 +403,9 @@ def test_who_loses_its_claim_while_it_takes_over_does_not_speak_of_what_is_commi
     (tmp_path / f"5.{save}.claim").write_text(json.dumps({"save": save, "replaces": None, "removes": ["ab" * 8]}))
     age_claims(tmp_path)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name == f"5.{save}.metadata.tmp":
-            raise CheckpointTimeoutError("it hangs")
-
     (tmp_path / f"5.{save}.metadata.tmp").touch()
-    save_alone(state(7), FaultyStorage(tmp_path, hook), 7)
+    hangs = raises("delete", f"5.{save}.metadata.tmp", CheckpointTimeoutError("it hangs"))
+    save_alone(state(7), FaultyStorage(tmp_path, hangs), 7)
     (says,) = (says for says in claims_of(tmp_path) if "taken" in says)
     assert [says["removes"], *(said["removes"] for said in says["taken"])] == [[], ["ab" * 8]]
     (tmp_path / "5.metadata").write_bytes(b"")
@@ -499,11 +490,8 @@ def test_what_a_save_has_replaced_that_is_taken_over_late_is_said_at_once(tmp_pa
     claim.write_text(json.dumps({"save": save, "replaces": replaced, "removes": []}))
     age_claims(tmp_path)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name == claim.name:  # it commits just now
-            (tmp_path / "0.metadata").write_bytes(later)
-
-    taker = commit.begin(FaultyStorage(tmp_path, hook), 7)
+    commits = does("delete", claim.name, lambda: (tmp_path / "0.metadata").write_bytes(later))
+    taker = commit.begin(FaultyStorage(tmp_path, commits), 7)
     taker.stop()
     assert taker.doomed == [replaced] == claims_of(tmp_path)[0]["removes"]
 
@@ -569,11 +557,9 @@ def test_files_of_a_failed_save_that_cannot_be_removed_when_its_claim_is_gone_ar
 ) -> None:
     save_alone(state(1), tmp_path, 1)
 
-    def hook(operation: str, name: str) -> None:
-        if failing == "EIO" and operation == "delete" and name.startswith("0_5"):
-            raise OSError(errno.EIO, "Input/output error", name)
-
-    lease = commit.begin(FaultyStorage(tmp_path, hook), 5)
+    lease = commit.begin(
+        FaultyStorage(tmp_path, raises("delete", "0_5*" if failing == "EIO" else "nothing", errno.EIO)), 5
+    )
     (tmp_path / f"0_5.{lease.save_id}.0.safetensors").touch()
     (tmp_path / lease.name).unlink()
     whole = (tmp_path / "1.metadata").read_bytes()
@@ -705,16 +691,6 @@ def dead_with_a_temporary_name(folder: Path, unique_id: int) -> Path:
     return temporary
 
 
-def refuses(suffix: str, number: int) -> Callable[[str, str], None]:
-    """A hook: no file with this ending can be removed."""
-
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name.endswith(suffix):
-            raise OSError(number, os.strerror(number), name)
-
-    return hook
-
-
 @pytest.mark.parametrize("taker", ["save", "deletion"])
 @pytest.mark.parametrize("then", ["another save", "a save over it", "another deletion"])
 def test_what_a_save_replaces_that_its_taker_could_not_stop_is_not_forgotten(
@@ -724,7 +700,7 @@ def test_what_a_save_replaces_that_its_taker_could_not_stop_is_not_forgotten(
     for unique_id in (0, 5, 6):
         save_alone(state(unique_id), tmp_path, unique_id)
     with frozen_at_its_last_step(tmp_path, 1, 0) as thaw:
-        storage = FaultyStorage(tmp_path, refuses(".metadata.tmp", errno.EIO))
+        storage = FaultyStorage(tmp_path, raises("delete", "*.metadata.tmp", errno.EIO))
         if taker == "save":
             save_alone(state(5), storage, 5)
         else:
@@ -750,7 +726,7 @@ def test_a_save_that_its_taker_could_not_stop_may_yet_commit(tmp_path: Path, end
     for unique_id in (0, 1):
         save_alone(state(unique_id), tmp_path, unique_id)
     with frozen_at_its_last_step(tmp_path, 2, 0) as thaw:
-        storage = FaultyStorage(tmp_path, refuses(".metadata.tmp", errno.EIO))
+        storage = FaultyStorage(tmp_path, raises("delete", "*.metadata.tmp", errno.EIO))
         for _ in range(2):
             with pytest.raises(CheckpointError, match="may yet be replaced by a save that was taken for dead"):
                 delete(storage, 0)
@@ -773,7 +749,7 @@ def test_a_temporary_name_that_cannot_be_removed_is_in_nobodys_way(tmp_path: Pat
     for unique_id in range(4):
         save_alone(state(unique_id), tmp_path, unique_id)
     temporary = dead_with_a_temporary_name(tmp_path, 9)
-    storage = FaultyStorage(tmp_path, refuses(temporary.name, number))
+    storage = FaultyStorage(tmp_path, raises("delete", temporary.name, number))
     for unique_id in range(4):
         age_all_claims(tmp_path)
         save_alone(state(10 + unique_id), storage, unique_id)
@@ -813,14 +789,7 @@ def test_what_a_failed_taker_has_said_of_a_save_that_thaws_is_not_held_against_i
     save_alone(state(0), tmp_path, 0)
     with frozen_at_its_last_step(tmp_path, 1, 0) as thaw:
         (own,) = tmp_path.glob("0.*.claim")
-        dies: list[bool] = []
-
-        def hook(operation: str, name: str) -> None:
-            if dies or (operation == "delete" and name == own.name):
-                dies.append(True)
-                raise Killed
-
-        try_save([state(2)], FaultyStorage(tmp_path, hook), 7)
+        try_save([state(2)], FaultyStorage(tmp_path, dies("delete", own.name)), 7)
         age_claims(tmp_path)
         os.utime(own)  # it lives
         save_alone(state(3), tmp_path, 8)
@@ -842,11 +811,8 @@ def test_a_checkpoint_of_paddles_is_put_aside_by_who_takes_over_a_save_that_comm
     (tmp_path / f"1.{save}.claim").write_text(json.dumps(says))
     age_claims(tmp_path)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name == f"1.{save}.claim":  # it commits just now
-            (tmp_path / "1.metadata").write_bytes(data)
-
-    save_alone(state(2), FaultyStorage(tmp_path, hook), 2)
+    commits = does("delete", f"1.{save}.claim", lambda: (tmp_path / "1.metadata").write_bytes(data))
+    save_alone(state(2), FaultyStorage(tmp_path, commits), 2)
     assert sorted(path.name for path in tmp_path.glob("*metadata*")) == [
         "0.metadata.replaced",
         "1.metadata",
@@ -962,7 +928,8 @@ def test_a_claim_of_a_stranger_has_no_files_removed_of_a_save_that_has_its_own(
         age_claims(tmp_path)
         if not is_stuck:
             os.utime(own)
-        save_alone(state(8), FaultyStorage(tmp_path, refuses(own.name if is_stuck else "nothing", errno.EACCES)), 8)
+        stuck = raises("delete", own.name if is_stuck else "nothing", errno.EACCES)
+        save_alone(state(8), FaultyStorage(tmp_path, stuck), 8)
         thaw()
     assert verify(tmp_path, 1).problems == ()
     check_holds(tmp_path, {0: 0, 1: 1, 8: 8})
@@ -999,16 +966,13 @@ def test_a_deletion_does_not_pass_over_a_claim_of_which_a_save_may_yet_commit(tm
     for unique_id in (0, 5):
         save_alone(state(unique_id), tmp_path, unique_id)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name.startswith("7.") and name.endswith(".claim"):
-            raise PermissionError(errno.EACCES, "Permission denied", name)
-
+    refusing = FaultyStorage(tmp_path, raises("delete", "7.*.claim", errno.EACCES))
     with frozen_at_its_last_step(tmp_path, 1, 0, dies=False) as thaw:
-        save_alone(state(7), FaultyStorage(tmp_path, refuses(".metadata.tmp", errno.EIO)), 7)
+        save_alone(state(7), FaultyStorage(tmp_path, raises("delete", "*.metadata.tmp", errno.EIO)), 7)
         age_claims(tmp_path)
         with pytest.raises(CheckpointError, match="may yet be replaced by a save that was taken for dead"):
-            delete(FaultyStorage(tmp_path, hook), 0)
-        delete(FaultyStorage(tmp_path, hook), 5)
+            delete(refusing, 0)
+        delete(refusing, 5)
         thaw()
     age_claims(tmp_path)
     save_alone(state(8), tmp_path, 8)
@@ -1044,11 +1008,7 @@ def test_claims_that_are_too_many_for_one_are_taken_over_one_after_the_other(tmp
         (tmp_path / f"{unique_id}.{says['save']}.claim").write_text(json.dumps(says))
     age_claims(tmp_path)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name.endswith(".claim"):
-            raise Killed
-
-    try_save([state(0)], FaultyStorage(tmp_path, hook), 0)
+    try_save([state(0)], FaultyStorage(tmp_path, raises("delete", "*.claim", Killed())), 0)
     sizes = [len(claim.read_bytes()) for claim in tmp_path.glob("0.*.claim")]
     assert len(sizes) == 1
     assert sizes[0] < 600_000

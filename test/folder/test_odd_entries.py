@@ -33,6 +33,7 @@ from paddle_dist_ckpt.folder.delete import begin_deletion
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.local_files import LocalReadable
 from paddle_dist_ckpt.testing import FaultyStorage
+from test.hooks import raises
 from test.jobs import Watch, age_claims, errors_of, load_alone, load_whole, save_alone, try_load
 from test.readers.golden import GOLDEN
 
@@ -146,11 +147,7 @@ def test_a_metadata_file_that_may_not_be_read_hides_nothing(tmp_path: Path, capl
     (tmp_path / "7.metadata").write_bytes(b"\x80\x04")
     (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "read":
-            raise PermissionError(errno.EACCES, "Permission denied", name)
-
-    assert foreign_ids(FaultyStorage(tmp_path, hook)) == [0]
+    assert foreign_ids(FaultyStorage(tmp_path, raises("read", "*", errno.EACCES))) == [0]
     assert "7.metadata cannot be looked at: [Errno 13] Permission denied" in caplog.text
 
 
@@ -159,12 +156,8 @@ def test_a_claim_that_may_not_be_read_stops_no_save(tmp_path: Path) -> None:
     (tmp_path / "7.0123456789abcdef.claim").write_text("{}")
     age_claims(tmp_path)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "read" and name.startswith("7.0123"):
-            raise PermissionError(errno.EACCES, "Permission denied", name)
-
     for unique_id in (7, 7, None):
-        save_alone({"a": np.arange(3)}, FaultyStorage(tmp_path, hook), unique_id)
+        save_alone({"a": np.arange(3)}, FaultyStorage(tmp_path, raises("read", "7.0123*", errno.EACCES)), unique_id)
     assert list_checkpoints(tmp_path) == [7, 8]
 
 
@@ -301,11 +294,7 @@ def test_a_checkpoint_of_paddles_that_cannot_be_put_aside_is_left_to_a_later_sav
     claim.write_text(json.dumps(said))
     age_claims(tmp_path)
 
-    def hook(operation: str, name: str) -> None:
-        if (operation, name) == ("publish", "0.metadata.replaced"):
-            raise FaultyStorage.no_space(name)
-
-    save_alone({"a": np.arange(4)}, FaultyStorage(tmp_path, hook), 2)
+    save_alone({"a": np.arange(4)}, FaultyStorage(tmp_path, raises("publish", "0.metadata.replaced", errno.ENOSPC)), 2)
     assert (tmp_path / "0.metadata").exists()
     assert not claim.exists()
     (claim,) = tmp_path.glob("*.claim")

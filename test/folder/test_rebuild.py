@@ -23,6 +23,7 @@ from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import local
 from paddle_dist_ckpt.storage.local import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter
+from test.hooks import raises
 from test.jobs import (
     SMALL,
     Killed,
@@ -412,13 +413,9 @@ def test_the_temporary_name_of_a_rebuild_goes_with_its_claim(tmp_path: Path, mon
     save_alone({"w": make_array((4,))}, tmp_path, 1)
     (tmp_path / "1.metadata").unlink()
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and name.endswith(".metadata.tmp"):
-            raise PermissionError(errno.EPERM, "Operation not permitted", name)
-
     with monkeypatch.context() as patched:
         patched.setattr(local, "_remove_temporary", lambda path: None)
-        rebuild_metadata(FaultyStorage(tmp_path, hook))
+        rebuild_metadata(FaultyStorage(tmp_path, raises("delete", "*.metadata.tmp", errno.EPERM)))
     assert list(tmp_path.glob("1.*.metadata.tmp"))
     save_alone({"w": make_array((4,))}, tmp_path, 1)
     assert not list(tmp_path.glob("*.tmp"))

@@ -17,7 +17,7 @@ from paddle_dist_ckpt.folder.delete import delete
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.folder.test_answered_for import check_after_later_saves
 from test.folder.test_claims import check_holds, dead_save, state
-from test.folder.test_gone_claims import refuses
+from test.hooks import raises
 from test.jobs import age, age_claims, save_alone, try_save
 from test.waiting import PATIENCE
 
@@ -197,7 +197,7 @@ def test_what_a_deletion_was_to_remove_that_a_save_passes_over_is_not_forgotten(
 def test_a_dead_deletion_whose_claim_stays_stops_no_save(tmp_path: Path, number: int) -> None:
     save_alone(state(0), tmp_path, 0)
     deletion = _Deletion(tmp_path)
-    refuse = refuses(deletion.claim.name, number)
+    refuse = raises("delete", deletion.claim.name, number)
 
     def hook(operation: str, name: str) -> None:
         refuse(operation, name)

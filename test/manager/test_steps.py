@@ -31,6 +31,7 @@ from paddle_dist_ckpt.storage import Folders, LocalStorage
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.storage.helpers import Helpers
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, Stall, run_ranks
+from test.hooks import raises
 from test.jobs import age, another_host, data_files, errors_of, load_whole, save_alone, save_on
 from test.stalls import helpers_end
 from test.waiting import PATIENCE
@@ -362,12 +363,8 @@ def test_nobody_waits_for_a_removal_that_has_failed_on_a_rank(tmp_path: Path, mo
     folders = [step_folder(root, 1) for root in roots]
     save_on(states, [another_host(folder, rank) for rank, folder in enumerate(folders)], 1)
 
-    def refuse(operation: str, name: str) -> None:
-        if operation == "delete" and name.endswith(".safetensors"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
-
     def remove(rank: SimulatedRank) -> None:
-        root, hook = roots[rank.rank], refuse if rank.rank else lambda *_: None
+        root, hook = roots[rank.rank], raises("delete", "*.safetensors" if rank.rank else "nothing", errno.EIO)
         opened = Folders(lambda folder: FaultyStorage(folder, hook, FolderIdentity(f"host{rank.rank}", 1, 1)))
         with rank.hub.session("save_state_dict", PATIENCE) as session:
             remove_together(session, root, lambda: look(root).begin_removals([1], [], opened), opened)
@@ -558,11 +555,7 @@ def test_the_claim_of_a_save_that_has_ended_is_left_to_whoever_takes_over_what_i
 def test_who_tidies_again_and_again_does_not_add_to_what_is_to_be_removed(tmp_path: Path) -> None:
     folder = littered_step(tmp_path, 1)
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "delete" and "d" * 16 in name and name.endswith(".safetensors"):
-            raise OSError(errno.EPERM, "Operation not permitted", name)
-
-    opened = Folders(lambda path: FaultyStorage(path, hook))
+    opened = Folders(lambda path: FaultyStorage(path, raises("delete", f"*{'d' * 16}*.safetensors", errno.EPERM)))
     for _ in range(3):
         steps = look(tmp_path)
         assert not steps.begin_removals([], steps.littered(opened), opened)[1].finish()

@@ -34,6 +34,7 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.core.memory import bytes_at
 from paddle_dist_ckpt.testing import FaultyStorage
+from test.hooks import raises
 from test.paddle.layouts import Spread
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, from_local, local_array, mesh_of, paddle_tensor
@@ -203,11 +204,7 @@ def save_with_slow_rank(path: str, ranks: int, slow: int, operation: str) -> tup
 def save_on_full_disk(path: str, ranks: int, full: int, bound: int | None) -> list[Outcome]:
     """Save in the background while the disk of one rank is full; then save on one that is not, in both ways."""
 
-    def no_space(operation: str, name: str) -> None:
-        if operation == "write":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    storage: Any = FaultyStorage(path, no_space) if dist.get_rank() == full else path
+    storage: Any = FaultyStorage(path, raises("write", "*", errno.ENOSPC)) if dist.get_rank() == full else path
     pending = save(storage, ranks, 2, snapshot_bytes=bound)
     failed = outcome_of(lambda: pending.result(LONG))
     meet(ranks)
@@ -223,11 +220,8 @@ def _now(path: str, ranks: int, number: int, **options: Any) -> Outcome:
 def fail_unobserved(path: str, ranks: int, broken: int) -> list[Outcome]:
     """Save in the background on a broken disk, and drop the handle; then save twice."""
 
-    def fail(operation: str, name: str) -> None:
-        if operation == "sync_file":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    pending = save(FaultyStorage(path, fail) if dist.get_rank() == broken else path, ranks, 2)
+    storage: Any = FaultyStorage(path, raises("sync_file", "*", errno.EIO)) if dist.get_rank() == broken else path
+    pending = save(storage, ranks, 2)
     assert pending.wait(LONG)
     del pending
     first = _now(path, ranks, 3)

@@ -39,6 +39,7 @@ from test.background import (
     versions_in,
     within,
 )
+from test.hooks import raises
 from test.jobs import errors_of, files_in
 from test.strategies import some
 from test.waiting import until
@@ -91,11 +92,8 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
 def test_a_rank_whose_disk_hangs_leaves_nothing_in_a_folder_of_its_own(tmp_path: Path, background: bool) -> None:
     theirs = tmp_path / "theirs"
 
-    def hook(operation: str, name: str) -> None:
-        if operation == "sync_file":
-            raise CheckpointTimeoutError("it hangs")
-
-    storages = [tmp_path / "ours", FaultyStorage(theirs, hook, FolderIdentity("host1", 1, 1))]
+    hangs = raises("sync_file", "*", CheckpointTimeoutError("it hangs"))
+    storages = [tmp_path / "ours", FaultyStorage(theirs, hangs, FolderIdentity("host1", 1, 1))]
 
     def work(rank: SimulatedRank) -> None:
         save = rank.save_in_background if background else rank.save
@@ -205,12 +203,8 @@ def test_an_interrupt_of_a_save_that_no_thread_makes_is_raised(tmp_path: Path, m
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    def interrupted(operation: str, name: str) -> None:
-        if operation == "publish" and "metadata" in name:
-            raise KeyboardInterrupt
-
     threads, ranks = {*threading.enumerate()}, Ranks.alone()
-    storage = FaultyStorage(tmp_path, interrupted)
+    storage = FaultyStorage(tmp_path, raises("publish", "*metadata*", KeyboardInterrupt()))
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(KeyboardInterrupt):

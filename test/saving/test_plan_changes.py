@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import math
 import random
@@ -27,6 +28,7 @@ from paddle_dist_ckpt.reports import SaveReport
 from paddle_dist_ckpt.saving import planned_save, save_coordinator, save_memory
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
 from paddle_dist_ckpt.testing import FaultyStorage, ShardedArray, SimulatedRank, run_ranks
+from test.hooks import raises
 from test.jobs import (
     LAYOUTS,
     SMALL,
@@ -295,13 +297,9 @@ class Job:
         """A save in which a rank fails somewhere."""
         victim, operation = self.rank(), self.rng.choice(["write", "create", "sync_file", "prepare"])
 
-        def hook(done: str, name: str) -> None:
-            if done == operation:
-                raise OSError(5, "broken")
-
         with tempfile.TemporaryDirectory() as folder:
             paths: list[Any] = [folder] * self.ranks
-            paths[victim] = FaultyStorage(folder, hook)
+            paths[victim] = FaultyStorage(folder, raises(operation, "*", errno.EIO))
             results = save_with(self.memories, self.states, paths, self.options, self.coordinator)
             failed = [isinstance(result, RankFailureError) for result in results]
             assert all(failed) or not any(failed), results
@@ -550,12 +548,8 @@ def test_a_rank_that_fails_anywhere_and_changes_after_that(tmp_path: Path, opera
     all_ok(save_with(memories, states, tmp_path))
     broken = [True]
 
-    def hook(done: str, name: str) -> None:
-        if broken[0] and done == operation:
-            raise OSError(5, "broken")
-
     paths: list[Any] = [tmp_path] * 3
-    paths[victim] = FaultyStorage(tmp_path, hook)
+    paths[victim] = FaultyStorage(tmp_path, raises(operation, "*", errno.EIO, lambda: broken[0]))
     for r, state in enumerate(states):
         state["added"] = make_array((r + 2, 3), seed=1)[:2].copy()
     results = save_with(memories, states, paths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.saving import planned_save, save_coordinator
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
 from paddle_dist_ckpt.testing import FaultyStorage, ShardedArray, SimulatedRank, run_ranks, shard_array
+from test.hooks import raises
 from test.jobs import SMALL, alike, all_ok, load_whole, make_array, same_bits
 
 RANKS = 3
@@ -195,13 +197,10 @@ def test_a_rank_that_has_forgotten_is_told_the_plan(tmp_path: Path, plans: list[
 def test_a_save_that_failed_on_one_rank_leaves_nothing_wrong_behind(tmp_path: Path) -> None:
     states = states_of()
     failing = [True]
-
-    def hook(operation: str, name: str) -> None:
-        if operation == "write" and failing[0]:
-            raise OSError(5, "broken")
+    broken = FaultyStorage(tmp_path, raises("write", "*", errno.EIO, lambda: failing[0]))
 
     def saves(rank: SimulatedRank, r: int) -> None:
-        storage = FaultyStorage(tmp_path, hook) if r == 1 else tmp_path
+        storage = broken if r == 1 else tmp_path
         with pytest.raises(RankFailureError):
             rank.save(states[r], storage, options=SMALL)
         if r == 1:

@@ -13,7 +13,8 @@ from paddle_dist_ckpt import SaveOptions
 from paddle_dist_ckpt.errors import RankFailureError
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage
-from test.jobs import Killed, age_claims, all_ok, data_files, errors_of, make_array, split_rows, try_save
+from test.hooks import dies
+from test.jobs import age_claims, all_ok, data_files, errors_of, make_array, split_rows, try_save
 
 Hook = Callable[[str, str], None]
 
@@ -73,18 +74,6 @@ def nothing(operation: str, name: str) -> None:
     """A hook of a storage without faults."""
 
 
-def dying_before_its_commit() -> Hook:
-    """What ends a save as a crash does when its data files are written."""
-    dead: list[bool] = []
-
-    def hook(operation: str, name: str) -> None:
-        if dead or (operation == "publish" and name.endswith(".metadata")):
-            dead.append(True)
-            raise Killed
-
-    return hook
-
-
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_what_a_dead_save_has_left_goes_before_there_must_be_room(tmp_path: Path, hosts: int) -> None:
     """A disk with room for two checkpoints has it again after a save that was killed, on every host."""
@@ -98,7 +87,7 @@ def test_what_a_dead_save_has_left_goes_before_there_must_be_room(tmp_path: Path
 
     all_ok(try_save(states, disks(nothing, 1 << 20), 0))
     room = used(folders[0]) * 5 // 2
-    try_save(states, disks(dying_before_its_commit(), room), 1)
+    try_save(states, disks(dies("publish", "*.metadata"), room), 1)
     for folder in folders:
         assert len(data_files(folder)) == 4 // hosts, "both have been written"
     age_claims(folders[0])
@@ -110,7 +99,7 @@ def test_what_a_dead_save_has_left_goes_before_there_must_be_room(tmp_path: Path
 
 def test_a_save_that_is_refused_for_lack_of_room_has_removed_what_dead_ones_have_left(tmp_path: Path) -> None:
     states: list[dict[Any, Any]] = [{"a": make_array((60, 70))}]
-    try_save(states, FaultyStorage(tmp_path, dying_before_its_commit()), 1)
+    try_save(states, FaultyStorage(tmp_path, dies("publish", "*.metadata")), 1)
     assert len(data_files(tmp_path)) == 1
     age_claims(tmp_path)
     (error,) = try_save(states, SmallDisk(tmp_path, nothing, 100), 1)
