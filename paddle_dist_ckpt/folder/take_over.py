@@ -5,51 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..errors import CheckpointError
-from ..storage.base import Storage
 from .aside import put_aside
 from .claims import Statement, saves_of_claim
 from .dead_claims import DeadClaims
 from .ids import committed_saves
 from .other_claims import OtherClaims
 
+if TYPE_CHECKING:
+    from .lease import Lease
+
 __all__ = ["take_over"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
 
-class _Heir(Protocol):
-    """Who takes over what the claims of dead saves say: a lease."""
-
-    @property
-    def storage(self) -> Storage:
-        """The folder."""
-        ...
-
-    @property
-    def others(self) -> OtherClaims:
-        """The claims beside its own."""
-        ...
-
-    @property
-    def temporary(self) -> str:
-        """The temporary name of its `.metadata`."""
-        ...
-
-    def say(self, taken: Sequence[Statement], doomed: Sequence[str]) -> None:
-        """Have its claim say what dead saves' claims have said, and which saves' files are to be removed."""
-        ...
-
-    def pass_on(self, taken: Sequence[Statement]) -> None:
-        """Leave statements to a later save, by a claim of its own."""
-        ...
-
-
-def take_over(heir: _Heir, dead: DeadClaims) -> set[str]:
+def take_over(heir: Lease, dead: DeadClaims) -> set[str]:
     """Make the removal of dead saves' files the business of a lease.
 
     IMPORTANT: the dead saves' claims go before any of their files do, and the lease's says what they said before they
@@ -111,7 +86,7 @@ def _replaced_yet(
     return set(filter(is_replaced_yet, {record.save for record in dead.records.values() if record.save in committed}))
 
 
-def _settle(heir: _Heir, taken: Sequence[Statement]) -> None:
+def _settle(heir: Lease, taken: Sequence[Statement]) -> None:
     """Find out which files nobody needs any more, of those that dead saves' claims have spoken of."""
     # IMPORTANT: what another claim answers for is that one's, and it may be of somebody who lives. Looked at before it
     # is looked at what is committed: who has committed something ends its claim after that.
@@ -123,7 +98,7 @@ def _settle(heir: _Heir, taken: Sequence[Statement]) -> None:
     heir.say([], [save for save in found if not (save in committed or save in kept)])
 
 
-def _put_aside(heir: _Heir, said: Statement, committed: Collection[str]) -> bool:
+def _put_aside(heir: Lease, said: Statement, committed: Collection[str]) -> bool:
     """Do what a dead save has not done for a checkpoint of Paddle's; returns whether that could be done."""
     if said.of_paddle is not None and said.save in committed:
         try:
@@ -134,7 +109,7 @@ def _put_aside(heir: _Heir, said: Statement, committed: Collection[str]) -> bool
     return True
 
 
-def _leave(heir: _Heir, taken: Sequence[Statement], committed: Collection[str]) -> None:
+def _leave(heir: Lease, taken: Sequence[Statement], committed: Collection[str]) -> None:
     """Leave what is not certain to a later save: the lease's claim speaks of its save, too."""
     if taken:
         heir.pass_on([said.without(committed) for said in taken])
