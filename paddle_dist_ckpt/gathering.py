@@ -11,7 +11,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from .control.ranks import Ranks
 from .control.rounds import check_same
 from .core.protocols import ControlSession
 from .loading.load import load
@@ -69,9 +68,29 @@ def gather_state_dict(
     Example:
         >>> whole = gather_state_dict({"model": model}, rank=0, offload=True)  # doctest: +SKIP
     """
+    from .paddle_adapter import PaddleAdapter
+    from .paddle_adapter.frozen import without_frozen
+
     options = checked("options", options, SaveOptions) or SaveOptions()
     ranks = connected(process_group, 0, options)
-    return _gather(ranks, state_dict, rank, frozen, offload, options)
+    reading = LoadOptions(timeout=options.timeout, exchange="always", progress=options.progress, separate_folders=True)
+    with ranks.session("gather_state_dict", options.timeout) as made, made as session:
+        check_bool("offload", offload)
+        receiver = _agree(session, rank, frozen)
+        adapter = PaddleAdapter(ranks.rank)
+
+        def find() -> dict[Any, Any]:
+            if frozen:
+                return state_dict
+            leaves = without_frozen(flatten(state_dict, adapter))
+            found = zip((*leaves.tensor_paths, *leaves.value_paths), (*leaves.tensors, *leaves.values), strict=True)
+            tree: dict[Any, Any] = build_tree(found)
+            return tree
+
+        shown = present(find, session, ranks.transport, adapter, options.check_replicas)
+        into = PaddleAdapter(ranks.rank, piece_bytes(reading.staging_bytes), "cpu" if offload else None)
+        context = LoadContext(shown.storage, session, ranks.transport, into, reading)
+        return load_on(receiver, context, shown.metadata)
 
 
 @takes(LoadOptions)
@@ -114,48 +133,14 @@ def scatter_state_dict(
     Example:
         >>> scatter_state_dict(whole, {"model": model}, rank=0)  # doctest: +SKIP
     """
+    from .paddle_adapter import PaddleAdapter
+    from .paddle_adapter.frozen import without_frozen
+
     options = checked("options", options, LoadOptions) or LoadOptions()
     ranks = connected(process_group, 0, options)
-    return _scatter(ranks, whole, state_dict, rank, frozen, options)
-
-
-def _gather(
-    ranks: Ranks, state_dict: dict[Any, Any], receiver: Any, frozen: bool, offload: bool, options: SaveOptions
-) -> dict[Any, Any]:
-    """See :func:`gather_state_dict`."""
-    from .paddle_adapter import PaddleAdapter
-    from .paddle_adapter.frozen import without_frozen
-
-    reading = LoadOptions(timeout=options.timeout, exchange="always", progress=options.progress, separate_folders=True)
-    with ranks.session("gather_state_dict", options.timeout) as made, made as session:
-        check_bool("offload", offload)
-        receiver = _agree(session, receiver, frozen)
-        adapter = PaddleAdapter(ranks.rank)
-
-        def find() -> dict[Any, Any]:
-            if frozen:
-                return state_dict
-            leaves = without_frozen(flatten(state_dict, adapter))
-            found = zip((*leaves.tensor_paths, *leaves.value_paths), (*leaves.tensors, *leaves.values), strict=True)
-            tree: dict[Any, Any] = build_tree(found)
-            return tree
-
-        shown = present(find, session, ranks.transport, adapter, options.check_replicas)
-        into = PaddleAdapter(ranks.rank, piece_bytes(reading.staging_bytes), "cpu" if offload else None)
-        context = LoadContext(shown.storage, session, ranks.transport, into, reading)
-        return load_on(receiver, context, shown.metadata)
-
-
-def _scatter(
-    ranks: Ranks, whole: Any, state_dict: dict[Any, Any], sender: Any, frozen: bool, options: LoadOptions
-) -> LoadReport:
-    """See :func:`scatter_state_dict`."""
-    from .paddle_adapter import PaddleAdapter
-    from .paddle_adapter.frozen import without_frozen
-
     reading = dataclasses.replace(options, exchange="always", separate_folders=True)
     with ranks.session("scatter_state_dict", options.timeout) as made, made as session:
-        sender = _agree(session, sender, frozen)
+        sender = _agree(session, rank, frozen)
         adapter = PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes))
 
         @functools.cache
