@@ -235,48 +235,38 @@ class Steps:
         begun: dict[int, Deletion] = {}
         try:
             for step in steps:
-                self._begin_removal(step, begun, opened)
+                self._begin_removal(step, False, begun, opened)
             for step in littered:
-                self._begin_tidying(step, begun, opened)
+                self._begin_removal(step, True, begun, opened)
         except BaseException:  # an interrupt
             for removal in begun.values():
                 removal.leave()
             raise
         return begun
 
-    def _begin_removal(self, step: int, begun: dict[int, Deletion], opened: Folders) -> None:
+    def _begin_removal(self, step: int, tidies: bool, begun: dict[int, Deletion], opened: Folders) -> None:
+        """Begin one of them; if it ``tidies``, the step stays."""
         storage, save = opened(step_folder(self._root, step)), self._saves.get(step)
+        what = f"what dead saves have left beside step {step}" if tidies else f"step {step}"
         try:
             if _is_link(step_folder(self._root, step), opened):
                 raise CheckpointError(f"{storage.location} is a link now")
-            if save is None:
-                begun[step] = begin_clearing(storage, step, of_checkpoint=False)
+            if tidies or save is None:
+                begun[step] = begin_clearing(storage, step, of_checkpoint=tidies)
             else:
                 begun[step] = begin_deletion(storage, step, save)
         except DurabilityUnknownError as error:
             _logger.warning("%s", error)
         except (OSError, CheckpointError) as error:
-            _logger.warning("step %d is left for now: %s", step, error)
+            _logger.warning("%s is left for now: %s", what, error)
             if isinstance(error, (OSError, StuckClaimError)):
                 self.refused.add(step)
             return
         else:
-            _logger.info("removing step %d: %s", step, storage.location)
-        self.metrics.pop(step, None)
-        self._saves.pop(step, None)
-
-    def _begin_tidying(self, step: int, begun: dict[int, Deletion], opened: Folders) -> None:
-        storage = opened(step_folder(self._root, step))
-        try:
-            if _is_link(step_folder(self._root, step), opened):
-                raise CheckpointError(f"{storage.location} is a link now")
-            begun[step] = begin_clearing(storage, step, of_checkpoint=True)
-        except (OSError, CheckpointError) as error:
-            _logger.warning("what dead saves have left beside step %d is left for now: %s", step, error)
-            if isinstance(error, (OSError, StuckClaimError)):
-                self.refused.add(step)
-        else:
-            _logger.info("removing what dead saves have left beside step %d: %s", step, storage.location)
+            _logger.info("removing %s: %s", what, storage.location)
+        if not tidies:
+            self.metrics.pop(step, None)
+            self._saves.pop(step, None)
 
     def littered(self, opened: Folders, now: float | None = None, anew: bool = True) -> list[int]:
         """Committed steps in whose folders dead saves have left something, and nobody works any more.
