@@ -29,7 +29,6 @@ from .options import LoadOptions, SaveOptions, as_integer, check_timeout, checke
 from .recipes import text_of
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
-from .saving.preparing import snapshot_bytes_of
 from .saving.save import After, save
 from .saving.save_memory import SaveContext, SaveMemory
 from .saving.turn import Ticket
@@ -52,7 +51,6 @@ __all__ = [
     "pass_over_last_save",
     "prepare_save",
     "save_with",
-    "snapshot_size",
     "source_of",
 ]
 
@@ -137,11 +135,6 @@ def save_with(
         ticket.over = ticket.over or not ticket.goes_on  # first, as it calls nothing, so that no other comes between
         if not ticket.goes_on:
             made.__exit__(*sys.exc_info())
-
-
-def snapshot_size(ranks: Ranks, find: Find, options: SaveOptions) -> int:
-    """About how large this rank's snapshot of what is found will be, in host memory. See :mod:`.saving.preparing`."""
-    return snapshot_bytes_of(find, ranks.rank, ranks.count, options.snapshot_bytes)
 
 
 def prepare_save(ranks: Ranks, nbytes: int) -> None:

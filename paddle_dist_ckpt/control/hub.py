@@ -12,10 +12,10 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from ..core.threads import after_fork
 from ..errors import CheckpointError
 from . import bootstrap, failures
 from .board import Board
@@ -85,8 +85,7 @@ class TcpHub(Board):
             self._port = _made(rank, functools.partial(MemberPort, rank, coordinator, rendezvous, secret, key))
             self._begin()
         atexit.register(self.close)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
+        after_fork(self._port.close)  # or its connections would outlive this process, and nobody would notice its end
 
     def _listen(self, store: BootstrapStore, bind_host: str | None, secret: bytes, key: str) -> None:
         self.absent.update({*self.ranks} - {self.rank})
@@ -173,10 +172,3 @@ def _made(rank: int, make: Callable[[], P]) -> P:
         return make()
     except OSError as error:
         raise CheckpointError(f"the control hub of rank {rank} cannot be set up: {error}") from error
-
-
-def _close_in_child(made: weakref.ref[TcpHub]) -> None:
-    """In a process that was forked from a hub's: else its connections would outlive that one, which nobody noticed."""
-    hub = made()
-    if hub is not None:
-        hub._port.close()

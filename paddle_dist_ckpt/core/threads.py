@@ -8,12 +8,13 @@ import os
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["Beside", "at_exit", "io_threads", "lower_priority", "run_all"]
+__all__ = ["Beside", "after_fork", "at_exit", "io_threads", "lower_priority", "run_all"]
 
 T = TypeVar("T")
 
@@ -51,6 +52,18 @@ def lower_priority(nice: int = _LOWEST_PRIORITY) -> None:
 def at_exit() -> bool:
     """Whether the interpreter is ending, so that no thread can be started any more: in ``atexit`` functions."""
     return not threading.main_thread().is_alive()
+
+
+def after_fork(method: Callable[[], object]) -> None:
+    """Have a method called in every process that is forked from this one, as long as its object is there."""
+    made = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = made()
+        if found is not None:
+            found()
+
+    os.register_at_fork(after_in_child=call)
 
 
 def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[], None]) -> None:

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, Literal
 
 from ..control.session import Ending
 from ..core.protocols import ControlSession
+from ..core.threads import after_fork
 from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..folder.delete import Deletion
 from ..folder.nothing import steps_text
@@ -135,7 +135,7 @@ class CheckpointManager:
         topic = f"steps of {name}"  # the coordinator's name for them, as ranks' own may differ
         self._schedule = Schedule(self._ranks.hub, topic, self._options.timeout, interval_seconds=save_interval_seconds)
         self._renew_lock()
-        os.register_at_fork(after_in_child=functools.partial(_renew_lock_of, weakref.ref(self)))
+        after_fork(self._renew_lock)  # one that a thread has held, which is not there, would stay so for ever
         self._reading: int | None = None
         self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
         self._pending: AsyncSave | None = None
@@ -153,10 +153,6 @@ class CheckpointManager:
             self._steps.check_root(opened)
         if idle := self._retention.idle:
             _logger.warning("%s: without keep_last every step is kept, with or without %s", self._root, idle)
-
-    def _check_same_root(self) -> None:
-        with self._folders() as opened:
-            self._steps.check_same(opened)
 
     # -- when
 
@@ -250,7 +246,8 @@ class CheckpointManager:
         """Raises what is wrong with the arguments, where the other ranks hear of it, and looks for the root."""
         if wrong is not None:
             raise wrong
-        self._check_same_root()
+        with self._folders() as opened:
+            self._steps.check_same(opened)
 
     def _was_behind(self) -> bool:
         """Whether a save begins that no committed one came before. Until it is committed, the next one is behind.
@@ -494,10 +491,3 @@ class CheckpointManager:
 
     def _session(self, what: str) -> Ending:
         return self._ranks.session(what, self._options.timeout)
-
-
-def _renew_lock_of(made: weakref.ref[CheckpointManager]) -> None:
-    """In a process that was forked: else a lock that a thread has held, which is not there, would stay so for ever."""
-    manager = made()
-    if manager is not None:
-        manager._renew_lock()

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..control.ranks import Ranks
 from ..options import SaveOptions
-from ..wiring import paddles, prepare_save, snapshot_size
+from ..saving.preparing import snapshot_bytes_of
+from ..wiring import paddles, prepare_save
 
 __all__ = ["Preparation"]
 
@@ -26,7 +27,8 @@ class Preparation:
         if not self._in_background:
             return
         try:
-            self._nbytes = snapshot_size(self._ranks, paddles(self._ranks, state), self._options)
+            ranks, bound = self._ranks, self._options.snapshot_bytes
+            self._nbytes = snapshot_bytes_of(paddles(ranks, state), ranks.rank, ranks.count, bound)
         except Exception as error:
             _logger.debug("no memory is made ready for a save: %s: %s", type(error).__name__, error)
 

@@ -152,10 +152,6 @@ class FilePlan:
     values: Sequence[str]
     writers: list[int] | None
 
-    def sources(self, state: LocalState, reduced: Mapping[tuple[int, Box], Any]) -> list[Source]:
-        """Where each entry's bytes are now; ``reduced`` has those of partial tensors, by shard and box."""
-        return self.items.sources(state, reduced)
-
     def partial_boxes(self, state: LocalState) -> list[tuple[int, Box]]:
         """The shard and the global box of every entry of a partial tensor."""
         items = self.items

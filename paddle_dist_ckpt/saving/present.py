@@ -165,7 +165,7 @@ def _make_files(
     for part in parts:
         name = data_file_name(session.rank, 0, order.save.save_id, part.number)
         copies = state.copies if state.devices is not None else None
-        contents = TensorContents(part.table, part.sources(state, reduced), Buffers(0), copies)
+        contents = TensorContents(part.table, part.items.sources(state, reduced), Buffers(0), copies)
         storage.files[name] = _PresentFile(part.table.nbytes, contents, Lock() if copies is not None else nullcontext())
         made.files.append(FileInfo(name, part.table.nbytes, ""))
         made.entries.append(len(part.table.names))

@@ -111,7 +111,7 @@ class RankFiles:
             suffix = self._options.data_suffix or DEFAULT_SUFFIX
             name = data_file_name(session.rank, order.save.unique_id, order.save.save_id, part.number, suffix)
             info = part.info(state, order.save, session, self._context.adapter.version, self._options)
-            contents = TensorContents(part.table, part.sources(state, reduced), buffers, copies)
+            contents = TensorContents(part.table, part.items.sources(state, reduced), buffers, copies)
             files.append(FileSave(self._context.storage, name, part.table, info, contents))
         return files
 
