@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -26,7 +27,6 @@ def fate(body: Callable[[], object]) -> int:
     if child == 0:
         code = RAISED
         try:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             body()
             code = SURVIVED
         finally:
@@ -40,6 +40,23 @@ def fate(body: Callable[[], object]) -> int:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     raise AssertionError("it goes on")
+
+
+def in_a_process(code: int = SURVIVED) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a test run in a process of its own, which must end like this."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(*args: Any, **kwargs: Any) -> None:
+            def body() -> None:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                test(*args, **kwargs)
+
+            assert fate(body) == code
+
+        return run
+
+    return decorate
 
 
 def put_on_top() -> list[str]:
@@ -60,233 +77,191 @@ def terminate() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
+@in_a_process(-signal.SIGTERM)
 def test_the_end_comes_after_all_have_ended() -> None:
-    def body() -> None:
-        end = on_sigterm(lambda: None)
-        put_on_top()
-        end()
-        terminate()
-
-    assert fate(body) == -signal.SIGTERM
+    end = on_sigterm(lambda: None)
+    put_on_top()
+    end()
+    terminate()
 
 
+@in_a_process(-signal.SIGTERM)
 def test_the_end_comes_if_the_signal_is_repeated_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body() -> None:
-        heard: list[int] = []
-        on_sigterm(lambda: heard.append(1))
-        put_on_top()
-        terminate()
-        terminate()
-        assert heard == [1], "it was repeated at once"
-        monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
-        terminate()
-
-    assert fate(body) == -signal.SIGTERM
+    heard: list[int] = []
+    on_sigterm(lambda: heard.append(1))
+    put_on_top()
+    terminate()
+    terminate()
+    assert heard == [1], "it was repeated at once"
+    monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
+    terminate()
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "on top of each other"])
 @pytest.mark.parametrize("closed", [False, True])
+@in_a_process()
 def test_a_forked_process_is_ended(again: bool, closed: bool) -> None:
-    def body() -> None:
-        ends = [on_sigterm(lambda: None)]
+    ends = [on_sigterm(lambda: None)]
+    put_on_top()
+    if again:
+        ends.append(on_sigterm(lambda: None))
         put_on_top()
-        if again:
-            ends.append(on_sigterm(lambda: None))
-            put_on_top()
-        for end in ends if closed else ():
-            end()
-        child = os.fork()
-        if child == 0:
-            terminate()
-            os._exit(SURVIVED)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
-
-    assert fate(body) == SURVIVED
+    for end in ends if closed else ():
+        end()
+    assert fate(terminate) == -signal.SIGTERM
 
 
+@in_a_process(-signal.SIGTERM)
 def test_a_second_listener_does_not_forget_what_was_there_first() -> None:
-    def body() -> None:
-        first = on_sigterm(lambda: None)
-        below = put_on_top()
-        second = on_sigterm(lambda: None)
-        above = put_on_top()
-        first()
-        second()
-        try:
-            terminate()
-        finally:
-            assert below == above == ["mine"]
-
-    assert fate(body) == -signal.SIGTERM
+    first = on_sigterm(lambda: None)
+    below = put_on_top()
+    second = on_sigterm(lambda: None)
+    above = put_on_top()
+    first()
+    second()
+    try:
+        terminate()
+    finally:
+        assert below == above == ["mine"]
 
 
 @pytest.mark.parametrize("original", ["ignored", "called"])
+@in_a_process()
 def test_what_was_there_first_is_done(original: str) -> None:
-    def body() -> None:
-        called: list[int] = []
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if original == "ignored" else lambda *_: called.append(1))
-        before = signal.getsignal(signal.SIGTERM)
-        for times in (1, 2):
-            end = on_sigterm(lambda: None)
-            mine = put_on_top()
-            end()
-            terminate()
-            assert mine == ["mine"]
-            assert called == ([1] * times if original == "called" else [])
-            signal.signal(signal.SIGTERM, before)
+    called: list[int] = []
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if original == "ignored" else lambda *_: called.append(1))
+    before = signal.getsignal(signal.SIGTERM)
+    for times in (1, 2):
         end = on_sigterm(lambda: None)
+        mine = put_on_top()
         end()
-        assert signal.getsignal(signal.SIGTERM) == before
+        terminate()
+        assert mine == ["mine"]
+        assert called == ([1] * times if original == "called" else [])
+        signal.signal(signal.SIGTERM, before)
+    end = on_sigterm(lambda: None)
+    end()
+    assert signal.getsignal(signal.SIGTERM) == before
 
-    assert fate(body) == SURVIVED
 
-
+@in_a_process(-signal.SIGTERM)
 def test_who_is_on_top_and_below_is_called_twice_at_most() -> None:
-    def body() -> None:
-        first = on_sigterm(lambda: None)
-        called = put_on_top()
-        mine = signal.getsignal(signal.SIGTERM)
-        second = on_sigterm(lambda: None)
-        signal.signal(signal.SIGTERM, mine)
-        first()
-        second()
-        try:
-            terminate()
-        finally:
-            assert called == ["mine"] * 2
-
-    assert fate(body) == -signal.SIGTERM
+    first = on_sigterm(lambda: None)
+    called = put_on_top()
+    mine = signal.getsignal(signal.SIGTERM)
+    second = on_sigterm(lambda: None)
+    signal.signal(signal.SIGTERM, mine)
+    first()
+    second()
+    try:
+        terminate()
+    finally:
+        assert called == ["mine"] * 2
 
 
 @pytest.mark.parametrize("of", ["the last", "another"])
 @pytest.mark.parametrize("on_top", [False, True])
+@in_a_process()
 def test_repetitions_of_a_signal_that_was_served_do_not_count_after_the_end(
     monkeypatch: pytest.MonkeyPatch, of: str, on_top: bool
 ) -> None:
-    def body() -> None:
-        called: list[int] = []
-        signal.signal(signal.SIGTERM, lambda *_: called.append(1))
-        before = signal.getsignal(signal.SIGTERM)
-        first, second = on_sigterm(lambda: None), on_sigterm(lambda: None)
-        if on_top:
-            put_on_top()
-        terminate()
-        first(of == "another")
-        second(of == "the last")
-        terminate()
-        terminate()
-        assert not called
-        monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
-        terminate()
-        terminate()
-        assert called == [1, 1]
-        assert on_top or signal.getsignal(signal.SIGTERM) == before
-
-    assert fate(body) == SURVIVED
+    called: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = on_sigterm(lambda: None), on_sigterm(lambda: None)
+    if on_top:
+        put_on_top()
+    terminate()
+    first(of == "another")
+    second(of == "the last")
+    terminate()
+    terminate()
+    assert not called
+    monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
+    terminate()
+    terminate()
+    assert called == [1, 1]
+    assert on_top or signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("on_top", [False, True])
+@in_a_process()
 def test_a_signal_that_was_not_served_counts_at_the_end_of_the_last_one(on_top: bool) -> None:
-    def body() -> None:
-        called: list[int] = []
-        signal.signal(signal.SIGTERM, lambda *_: called.append(1))
-        first, second = on_sigterm(lambda: None), on_sigterm(lambda: None)
-        above = put_on_top() if on_top else []
-        terminate()
-        first(False)
-        assert not called, "the other one may serve it yet"
-        second(False)
-        second(False)
-        assert called == [1]
-        assert above == ["mine"] * on_top, "it has heard of this signal before"
-        terminate()
-        assert called == [1, 1], "nobody asks any more"
-
-    assert fate(body) == SURVIVED
+    called: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    first, second = on_sigterm(lambda: None), on_sigterm(lambda: None)
+    above = put_on_top() if on_top else []
+    terminate()
+    first(False)
+    assert not called, "the other one may serve it yet"
+    second(False)
+    second(False)
+    assert called == [1]
+    assert above == ["mine"] * on_top, "it has heard of this signal before"
+    terminate()
+    assert called == [1, 1], "nobody asks any more"
 
 
+@in_a_process()
 def test_a_forked_process_has_no_part_in_a_signal_of_before() -> None:
-    def body() -> None:
-        end = on_sigterm(lambda: None)
-        terminate()
-        child = os.fork()
-        if child == 0:
-            end(False)
-            os._exit(SURVIVED)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == SURVIVED
-
-    assert fate(body) == SURVIVED
+    end = on_sigterm(lambda: None)
+    terminate()
+    assert fate(end) == SURVIVED
 
 
+@in_a_process()
 def test_what_was_there_is_put_in_place_at_once_if_no_signal_came_or_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body() -> None:
-        for came in (False, True):
-            end = on_sigterm(lambda: None)
-            if came:
-                terminate()
-                monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
-            end(came)
-            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-    assert fate(body) == SURVIVED
-
-
-def test_a_signal_that_comes_after_another_rank_has_told_of_it_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body() -> None:
-        called: list[int] = []
-        signal.signal(signal.SIGTERM, lambda *_: called.append(1))
-        first, second = on_sigterm(lambda: None), on_sigterm(lambda: None)
-        first(True)
-        second()
-        terminate()
-        assert not called
-        monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
-        terminate()
-        assert called == [1]
-
-    assert fate(body) == SURVIVED
-
-
-def test_who_still_asks_hears_of_a_signal_that_another_was_told_of() -> None:
-    def body() -> None:
-        heard: list[int] = []
-        first, second = on_sigterm(lambda: heard.append(1)), on_sigterm(lambda: heard.append(2))
-        first(True)
-        terminate()
-        second(True)
-        assert heard == [2]
-
-    assert fate(body) == SURVIVED
-
-
-def test_a_signal_counts_for_who_asks_after_one_was_served() -> None:
-    def body() -> None:
-        heard: list[int] = []
-        for number in (1, 2):
-            end = on_sigterm(lambda number=number: heard.append(number))
-            terminate()
-            terminate()
-            end(True)
-        assert heard == [1, 2]
-        terminate()
-
-    assert fate(body) == SURVIVED
-
-
-def test_a_process_that_is_forked_after_the_end_has_no_part_in_it() -> None:
-    def body() -> None:
+    for came in (False, True):
         end = on_sigterm(lambda: None)
+        if came:
+            terminate()
+            monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
+        end(came)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@in_a_process()
+def test_a_signal_that_comes_after_another_rank_has_told_of_it_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    first, second = on_sigterm(lambda: None), on_sigterm(lambda: None)
+    first(True)
+    second()
+    terminate()
+    assert not called
+    monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
+    terminate()
+    assert called == [1]
+
+
+@in_a_process()
+def test_who_still_asks_hears_of_a_signal_that_another_was_told_of() -> None:
+    heard: list[int] = []
+    first, second = on_sigterm(lambda: heard.append(1)), on_sigterm(lambda: heard.append(2))
+    first(True)
+    terminate()
+    second(True)
+    assert heard == [2]
+
+
+@in_a_process()
+def test_a_signal_counts_for_who_asks_after_one_was_served() -> None:
+    heard: list[int] = []
+    for number in (1, 2):
+        end = on_sigterm(lambda number=number: heard.append(number))
+        terminate()
         terminate()
         end(True)
-        child = os.fork()
-        if child == 0:
-            terminate()
-            os._exit(SURVIVED)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert heard == [1, 2]
+    terminate()
 
-    assert fate(body) == SURVIVED
+
+@in_a_process()
+def test_a_process_that_is_forked_after_the_end_has_no_part_in_it() -> None:
+    end = on_sigterm(lambda: None)
+    terminate()
+    end(True)
+    assert fate(terminate) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("served", [True, False])
