@@ -107,11 +107,10 @@ class TensorContents:
         """Queue the copies from devices of bytes ``start:stop`` to a buffer; returns what lies scattered there."""
         requests, scattered = list[Request](), list[Scattered]()
         base = address_of(buffer) - start
-        for i, low, high in _entries_of(self._table, start, stop) if self._ahead else ():
+        for i, at, first, last in _parts_of(self._table, start, stop) if self._ahead else ():
             source = self._sources[i]
             if isinstance(source, DeviceArray):
-                first, last = max(start, low), min(stop, high)
-                source.add_pieces(first - low, last - low, base + first, requests, scattered)
+                source.add_pieces(first - at, last - at, base + first, requests, scattered)
         self._copies.read(requests, buffer)
         return scattered
 
@@ -130,12 +129,10 @@ class TensorContents:
             start, window = filling.start, filling.buffer[: filling.stop - filling.start]
             base, view = address_of(window) - start, window.data
             small = self._copy_small(start, filling.stop, base)
-            for i, low, high in _entries_of(self._table, start, filling.stop, left_out=small):
-                first, last = max(start, low), min(filling.stop, high)
-                if first < last:
-                    part = view[first - start : last - start]
-                    self._fill(i, first - low, last - low, base + first, part)
-                    hashes.add(i, first - low, part)
+            for i, at, first, last in _parts_of(self._table, start, filling.stop, left_out=small):
+                part = view[first - start : last - start]
+                self._fill(i, first - at, last - at, base + first, part)
+                hashes.add(i, first - at, part)
             hashes.add_small(small, view, start)
             yield start, window
         finally:
@@ -168,10 +165,8 @@ class TensorContents:
             scattered = self._queue(start, stop, memory)
             base, view = address_of(memory) - start, memory.data
             small = self._copy_small(start, stop, base)
-            for i, low, high in _entries_of(self._table, start, stop, left_out=small):
-                first, last = max(start, low), min(stop, high)
-                if first < last and not isinstance(self._sources[i], DeviceArray):
-                    self._fill(i, first - low, last - low, base + first, view[first - start : last - start])
+            for i, at, first, last in _parts_of(self._table, start, stop, left_out=small):
+                self._fill(i, first - at, last - at, base + first, view[first - start : last - start])
         finally:
             self._copies.mark().wait()
         read_scattered(scattered, self._copies)
@@ -203,10 +198,8 @@ class SnapshotContents:
         window = self._memory[start - self._start : stop - self._start]
         view = window.data
         small = _within(self._table, self._small, start, stop)
-        for i, low, high in _entries_of(self._table, start, stop, left_out=small):
-            first, last = max(start, low), min(stop, high)
-            if first < last:
-                hashes.add(i, first - low, view[first - start : last - start])
+        for i, at, first, last in _parts_of(self._table, start, stop, left_out=small):
+            hashes.add(i, first - at, view[first - start : last - start])
         hashes.add_small(small, view, start)
         yield start, window
 
@@ -222,14 +215,17 @@ def _within(table: FileTable, those: Mask, start: int, stop: int) -> IntArray:
     return first + np.flatnonzero(those[first:last])
 
 
-def _entries_of(
+def _parts_of(
     table: FileTable, start: int, stop: int, left_out: IntArray = _NO_ENTRIES
-) -> Iterator[tuple[int, int, int]]:
-    """The entries that bytes ``start:stop`` of the data section have a part of, but for some that have a part there.
+) -> Iterator[tuple[int, int, int, int]]:
+    """What is in bytes ``start:stop`` of the data section, but for some entries that have a part there.
 
     Yields:
-        The entry, and where it lies in the data section.
+        The entry, where it starts, and where its part starts and ends, all in the data section.
     """
     offsets = table.offsets
     first, last = bisect.bisect_right(offsets, start) - 1, bisect.bisect_left(offsets, stop)
-    return ((i, offsets[i], offsets[i + 1]) for i in np.delete(np.arange(first, last), left_out - first).tolist())
+    for i in np.delete(np.arange(first, last), left_out - first).tolist():
+        low, high = max(start, offsets[i]), min(stop, offsets[i + 1])
+        if low < high:
+            yield i, offsets[i], low, high
