@@ -78,9 +78,11 @@ class PaddleAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         return isinstance(value, paddle.Tensor) or is_native_array(value) or is_sharded_weight(value)
 
-    def is_object(self, value: Any) -> bool:
-        """See :class:`..tree.state_dict.Adapter`."""
-        return objects.is_object(value)
+    is_object = staticmethod(objects.is_object)
+    is_defined_by_user = staticmethod(objects.is_defined_by_user)
+    needs_all_entries = staticmethod(objects.needs_all_entries)
+    make_entries = staticmethod(objects.make_accumulators)
+    restore = staticmethod(objects.restore)
 
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
         """See :class:`..tree.state_dict.Adapter`."""
@@ -96,33 +98,17 @@ class PaddleAdapter:
         kind = ObjectKind.FIXED if isinstance(value, paddle.nn.Layer) else ObjectKind.FREE
         return kind, state_of(value, key)
 
-    def is_defined_by_user(self, value: Any) -> bool:
-        """See :class:`..tree.state_dict.Adapter`."""
-        return objects.is_defined_by_user(value)
-
     def parameters(self, value: Any) -> list[int]:
         """See :class:`..tree.state_dict.Adapter`."""
         return [id(parameter) for parameter in objects.parameters_of(value)]
-
-    def needs_all_entries(self, value: Any) -> bool:
-        """See :class:`..tree.state_dict.Adapter`."""
-        return objects.needs_all_entries(value)
 
     def frozen(self, value: Any) -> list[int]:
         """See :class:`..tree.state_dict.Adapter`."""
         return [id(parameter) for parameter in objects.frozen_of(value)]
 
-    def make_entries(self, value: Any, parameters: Collection[int]) -> None:
-        """See :class:`..tree.state_dict.Adapter`."""
-        objects.make_accumulators(value, parameters)
-
     def token(self, tensor: Any) -> int:
         """See :class:`..tree.state_dict.Adapter`."""
         return id(_local(tensor))
-
-    def restore(self, value: Any, state: dict[Any, Any]) -> list[str]:
-        """See :class:`..tree.state_dict.Adapter`."""
-        return objects.restore(value, state)
 
     def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> set[int]:
         """See :class:`..tree.state_dict.Adapter`."""
