@@ -9,9 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.box import Box
 from ..core.dtypes import DType
-from ..core.parts import Part
 from ..core.shards import Kind
 from ..files.metadata import Metadata
 from ..folder.checkpoint import read_checkpoint
@@ -164,10 +162,5 @@ def _outlines(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], DType]]:
 
 def _facts(made: MadeTensor) -> MadeFacts:
     recipe = None if made.recipe is None else str(made.recipe)
-    parts = [_part_facts(part) for part in made.parts]
+    parts = [PartFacts(part.key, part.box.offset, part.box.shape, part.axes, part.place.offset) for part in made.parts]
     return MadeFacts(made.key, made.shape, made.dtype.name, made.nbytes, recipe, parts)
-
-
-def _part_facts(part: Part) -> PartFacts:
-    box: Box = part.box
-    return PartFacts(part.key, box.offset, box.shape, part.axes, part.place.offset)

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..core.columns import IntArray, edges_of, places_within, unpack_column
+from ..core.columns import IntArray, column_size, edges_of, places_within, unpack_column
 from ..core.text import ranks_text
 from ..core.threads import run_all
 from ..errors import CheckpointError
 from ..tree.paths import plain_key
 from .describe import LocalState
-from .file_plan import FilePlan, Items, length_of
+from .file_plan import FilePlan, Items
 from .messages import RankPlan, WriteRequest
 from .planned_save import PlannedSave
 
@@ -68,7 +68,7 @@ class CopyPlan:
         elements = np.array([box.size for box in copies.boxes], np.int64)[copies.numbers]
         itemsize = np.array([geometry.dtype.itemsize for geometry, _ in state.shards.cells], np.int64)
         return cls(
-            unpack_column(plan.copied, length_of(plan.copied), max(1, len(written.rows)), "copied"),
+            unpack_column(plan.copied, column_size(plan.copied, "copied"), max(1, len(written.rows)), "copied"),
             np.concatenate([np.zeros(0, np.int64), *counts]),
             _starts(state, written),
             copies,

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ..core.box import Box, flat_range
-from ..core.columns import Column, IntArray, unpack_column, unpack_signed
+from ..core.columns import IntArray, column_size, unpack_column, unpack_signed
 from ..core.layouts import shared_layouts
 from ..core.protocols import ControlSession
 from ..core.shards import ShardTable
@@ -32,7 +32,7 @@ from ..tree.values import to_jsonable
 from .describe import LocalState
 from .messages import ItemList, RankPlan
 
-__all__ = ["FilePlan", "Items", "length_of", "plan_files"]
+__all__ = ["FilePlan", "Items", "plan_files"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ class Items:
     @classmethod
     def of(cls, state: LocalState, listed: ItemList) -> Items:
         """What a plan says of the shards of a state."""
-        rows = unpack_column(listed.row, length_of(listed.row), 2**62, "row")
+        rows = unpack_column(listed.row, column_size(listed.row, "row"), 2**62, "row")
         corners = unpack_signed(listed.boxes, 2 * listed.dimensions).tolist()
         cut = unpack_column(listed.cut, len(corners), max(1, len(rows)), "cut").tolist()
         numbers = state.shards.cell[rows]
@@ -183,11 +183,6 @@ class FilePlan:
             writers=self.writers,
             user_metadata=to_jsonable(dict(user), "user_metadata") if user is not None else None,
         )
-
-
-def length_of(column: Column) -> int:
-    """How many numbers a column has."""
-    return len(column.data) // int(column.dtype[-1])
 
 
 def plan_files(state: LocalState, plan: RankPlan, block_bytes: int) -> list[FilePlan]:

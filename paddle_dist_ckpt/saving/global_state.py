@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.boxes import Boxes
-from ..core.columns import IntArray, places_within, unpack_column, unpack_signed
+from ..core.columns import IntArray, all_of, places_within, unpack_column, unpack_signed
 from ..core.dtypes import DTYPES, DType
 from ..core.messages import decode
 from ..core.shards import Kind
@@ -233,7 +233,7 @@ class _Merging:
     def _shards(self, place: IntArray, dimensions: int) -> HeldShards:
         """All ranks' shards; ``place`` has the number of each path's tensor, ``[paths]``."""
         cells = [unpack_signed(s.cells, 2 * s.dimensions + 1) for s in self._structures]
-        counts = [np.frombuffer(s.shards.data, s.shards.dtype).astype(np.int64) for s in self._structures]
+        counts = [all_of(s.shards) for s in self._structures]
         bases = np.cumsum([0, *map(len, counts)]).tolist()  # where each rank's geometries start among all
         columns = [
             unpack_column(s.geometry, len(listed.path), max(1, len(count)), "geometry") + base

@@ -43,6 +43,7 @@ from paddle_dist_ckpt.manager.retention import Retention
 from paddle_dist_ckpt.manager.steps import step_folder
 from paddle_dist_ckpt.storage import Folders, LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
+from test.folder import test_claims
 from test.hooks import dies, does, raises
 from test.jobs import (
     SMALL,
@@ -75,13 +76,7 @@ def saved(folder: Path, *versions: int) -> None:
 
 def check_holds(folder: Path, *versions: int) -> None:
     """Assert that a folder has these versions, whole, and nothing else."""
-    assert list_checkpoints(folder) == list(versions)
-    for version in versions:
-        assert verify(folder, version).problems == ()
-        found = load_whole(folder, version)
-        assert found["n"] == version
-        assert (found["w"] == version).all()
-    assert len(files_in(folder)) == 2 * len(versions), sorted(files_in(folder))
+    test_claims.check_holds(folder, {version: version for version in versions})
 
 
 # -- delete
