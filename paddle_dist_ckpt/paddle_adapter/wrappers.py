@@ -118,7 +118,7 @@ def refusal(value: Any) -> str | None:
         refused, wrapper = _found(_REFUSED, value), _found(_WRAPPED, value)
         if refused is not None:
             return _REFUSED[refused].format(name=type(value).__name__)
-        if any(name in vars(value) and vars(value)[name] for name in _fusing(wrapper)):
+        if wrapper == "DygraphShardingOptimizer" and any(map(vars(value).get, ("tensor_fusion", "comm_overlap"))):
             return _FUSED.format(name=type(value).__name__)
         if wrapper is not None:
             value = getattr(value, _WRAPPED[wrapper])
@@ -126,7 +126,3 @@ def refusal(value: Any) -> str | None:
             value = value.inner_optimizer
         else:
             return None
-
-
-def _fusing(wrapper: str | None) -> tuple[str, ...]:
-    return ("tensor_fusion", "comm_overlap") if wrapper == "DygraphShardingOptimizer" else ()
