@@ -151,13 +151,7 @@ class ArrayForm:
 
 
 class DeviceArray:
-    """An array in a device's memory.
-
-    Args:
-        memory: The memory.
-        start: Where in it the array begins, in bytes.
-        form: What it is like.
-    """
+    """An array in a device's memory, of which it begins at byte ``start``."""
 
     __slots__ = ("_memory", "_start", "form")
 

@@ -15,13 +15,10 @@ _PIECE = 1 << 14  # rows that are worked on at a time, so that what comes betwee
 
 
 def group_rows(rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Which rows of a matrix are equal.
+    """Which rows of a matrix, ``[n, k]``, are equal.
 
     Rows are told apart by a 64-bit hash, and then compared with the one that stands for their group; should different
     rows ever have one hash, they are sorted instead. Time is O(n log n) in rows, with small constants.
-
-    Args:
-        rows: ``[n, k]``.
 
     Returns:
         The first row of each group, in the order in which they stand (``[groups]``); and the group of each row

@@ -27,9 +27,6 @@ class _PartialBlock:
 class BlockHashes:
     """The digests of all blocks of a file. Several threads may add to them.
 
-    Args:
-        table: The file's entries.
-
     Attributes:
         values: The digest of each block of which all bytes have come, ``[blocks]``.
     """

@@ -18,13 +18,7 @@ __all__ = ["check_entries"]
 
 
 def check_entries(entries: FileEntries, threads: int, progress: Callable[[int], None]) -> list[str]:
-    """What is wrong with entries of a file, one line for each that is damaged.
-
-    Args:
-        entries: The entries.
-        threads: How many threads read.
-        progress: Told how many bytes were read, as they are.
-    """
+    """What is wrong with entries of a file, a line for each that is damaged; ``progress`` is told how much was read."""
     pieces = Pieces.of(entries)
     checks = _Checks(*pieces.columns())
     progress(pieces.zeros)

@@ -345,10 +345,7 @@ def decode_metadata(
 
 
 def decode_note(data: bytes, name: str, unique_id: int) -> Note:
-    """What a `.metadata` file says beside its tensors and values, which takes a hundredth of the time.
-
-    Args:
-        data, name, unique_id: See :func:`decode_metadata`.
+    """What a `.metadata` file says beside its tensors and values: :func:`decode_metadata` in a hundredth of the time.
 
     Raises:
         CheckpointError: see :func:`decode_head`.

@@ -51,11 +51,7 @@ def ids_beside(names: Collection[str]) -> set[int]:
 
 
 def read_foreign(storage: Storage, unique_id: int | None) -> Metadata | None:
-    """A checkpoint of another format; None if the folder has none, or none of this number.
-
-    Args:
-        storage: The folder.
-        unique_id: Which checkpoint; None for the newest.
+    """A checkpoint of another format, the newest or that of an id; None if the folder has none, or none of that.
 
     Raises:
         CheckpointNotFoundError: it is a file, which is not enough.

@@ -108,9 +108,6 @@ class Restarts:
 
     Who finds a file missing, or not as ``.metadata`` has it, asks :meth:`due`: if so, it is no damage, and everything
     is to be read again, ``.metadata`` first.
-
-    Args:
-        storage: The folder.
     """
 
     def __init__(self, storage: Storage) -> None:

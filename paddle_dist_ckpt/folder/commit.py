@@ -135,10 +135,7 @@ def seal(storage: Storage, files: Sequence[FileInfo]) -> None:
 def publish(lease: Lease, metadata: Metadata, value_cost: int) -> int:
     """Commit. Returns the id under which it was done; an automatic one may be later than the one planned.
 
-    Args:
-        lease: The save's.
-        metadata: What is committed.
-        value_cost: See :func:`.files.codec.encode_metadata`.
+    ``value_cost``: see :func:`.files.codec.encode_metadata`.
 
     Raises:
         CheckpointError: the lease is lost: another save took this one for dead.
@@ -323,12 +320,8 @@ def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], obj
     """Remove the data files of these saves from a folder, and what has the temporary names of their `.metadata`.
 
     Those that are committed in this very folder and have all their files in it stay: they may have been copied to it
-    since, or collected in it.
-
-    Args:
-        storage: The folder.
-        saves: Their ids.
-        check: Called before each removal: raises if the saves are somebody else's to remove, or may have come back.
+    since, or collected in it. ``check`` is called before each removal: it raises if the saves are somebody else's to
+    remove, or may have come back.
 
     Raises:
         CheckpointError: it is not known what is committed, as a `.metadata` cannot be read.

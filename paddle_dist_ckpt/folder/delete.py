@@ -118,12 +118,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
     """Remove the `.metadata` of a checkpoint, for good.
 
     Nobody else is at work in the folder then: who saves has a claim before this looks for claims, or waits with its
-    commit until this one's is gone.
-
-    Args:
-        storage: The folder.
-        unique_id: The checkpoint's number.
-        save_id: The save that is meant. Another one that has the number by now stays.
+    commit until this one's is gone. ``save_id`` is the save that is meant: another one that has the id by now stays.
 
     Raises:
         CheckpointError: it has been replaced, or the folder is being saved to, or it is not known what others need.

@@ -157,12 +157,8 @@ def _kind_of(storage: Storage, name: str, alone: bool) -> str | None:
 
 
 def managers_text(storage: Storage, unique_id: int | None = None) -> str:
-    """That a folder is a manager's, with which steps, and what to pass in its place; nothing if it has no steps.
-
-    Args:
-        storage: The folder.
-        unique_id: The step that was asked for; None for the latest.
-    """
+    """That a folder is a manager's, with which steps, and what to pass in its place for the latest, or the one that was
+    asked for; nothing if it has no steps."""
     steps = _committed(storage, [step for name in storage.names() if (step := step_of(name)) is not None])
     if not steps:
         return ""

@@ -32,10 +32,6 @@ def lost_claim(storage: Storage, name: str) -> CheckpointError:
 class OwnClaim:
     """A claim file of this process.
 
-    Args:
-        storage: The folder.
-        name: The file's name.
-
     Attributes:
         is_published: Whether it was there at some time.
     """

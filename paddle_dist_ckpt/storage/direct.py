@@ -35,11 +35,7 @@ def open_direct(descriptor: int, access: int) -> int | None:
     """A second descriptor for an open file, past the cache, or None where that is not possible or not wanted.
 
     It is for that very file, whatever its name means by now. Memory, offset and size of what is done with it must be at
-    multiples of ``ALIGNMENT``.
-
-    Args:
-        descriptor: The file.
-        access: ``os.O_RDONLY`` or ``os.O_WRONLY``.
+    multiples of ``ALIGNMENT``. ``access`` is ``os.O_RDONLY`` or ``os.O_WRONLY``.
     """
     if not hasattr(os, "O_DIRECT") or _filesystem(os.fstat(descriptor).st_dev) not in _LOCAL_DISKS:
         return None

@@ -23,9 +23,6 @@ class MadeFolder:
     Who may write to the folder above may rename what is in it, whoever owns that, and give another folder this one's
     name.
 
-    Args:
-        path: Where it is.
-
     Raises:
         FileExistsError: something is in it already, so it is another one.
         OSError: it cannot be looked at.
