@@ -397,15 +397,6 @@ def test_files_follow_the_umask(storage: LocalStorage, tmp_path: Path, umask: in
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o666 & ~umask
 
 
-def test_touch_makes_a_file_the_newest(storage: LocalStorage, tmp_path: Path) -> None:
-    put(storage, "f", b"x")
-    os.utime(tmp_path / "f", (1, 1))
-    assert storage.modified("f") == 1
-    put(storage, "g", b"x")
-    storage.touch("f")
-    assert storage.modified("f") >= storage.modified("g") - 1
-
-
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ENOTSUP])
 def test_a_file_can_be_touched_where_no_times_can_be_set(
     storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
