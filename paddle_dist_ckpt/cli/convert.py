@@ -13,7 +13,7 @@ from .arguments import CheckpointPath, Identifier, Json
 from .documents import print_json
 from .output import count, human_bytes, say
 
-__all__ = ["Cast", "Keys", "MostBytes", "Out", "Prefix", "Rules", "Target", "convert", "write"]
+__all__ = ["Cast", "Keys", "MostBytes", "Out", "Prefix", "Rules", "Target", "convert"]
 
 _MOST_SHOWN = 10
 
@@ -89,22 +89,6 @@ def convert(
       python -m paddle.distributed.launch --nproc_per_node 4 $(which paddle-dist-ckpt) \\
           convert checkpoints for_others --to safetensors --dtype bfloat16
     """
-    write(path, out, to, unique_id, prefix, key, dtype, recipes, max_shard_bytes, json)
-
-
-def write(
-    path: str,
-    out: str,
-    to: Target,
-    unique_id: int | None,
-    prefix: str | None,
-    keys: list[str] | None,
-    dtype: str | None,
-    recipes: str | None,
-    max_shard_bytes: int,
-    json: bool,
-) -> None:
-    """Write it, and say on one rank what was written. See :func:`paddle_dist_ckpt.export`."""
     from ..export_calls import export
     from ..options import LoadOptions
     from .making import read_rules
@@ -116,7 +100,7 @@ def write(
         to.value,
         unique_id=unique_id,
         prefix=prefix,
-        keys=keys or None,
+        keys=key or None,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         options=dataclasses.replace(rules, progress=False if json else None),

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .arguments import CheckpointPath, Identifier, Json
-from .convert import Cast, Keys, MostBytes, Out, Prefix, Rules, Target, write
+from .convert import Cast, Keys, MostBytes, Out, Prefix, Rules, Target, convert
 
 __all__ = ["merge"]
 
@@ -32,4 +32,4 @@ def merge(
     Examples:
       paddle-dist-ckpt merge checkpoints for_others --prefix model --dtype bfloat16
     """
-    write(path, out, to, unique_id, prefix, key, dtype, recipes, max_shard_bytes, json)
+    convert(path, out, to, unique_id, prefix, key, dtype, recipes, max_shard_bytes, json)
