@@ -231,9 +231,9 @@ def steps_facts(path: str) -> StepsFacts | None:
     if not root.is_dir() or not any(child.name.startswith("step-") for child in root.iterdir()):
         return None
     from ..manager.retention import Retention
-    from ..manager.steps import NOTE, Steps, step_folder
+    from ..manager.steps import Steps, step_folder
 
-    found, opened = Steps(root, NOTE), Folders()
+    found, opened = Steps(root), Folders()
     folders = found.folders(opened)
     if not folders or any(name.endswith(".metadata") for name in LocalStorage(root).names()):
         return None

@@ -126,7 +126,7 @@ class CheckpointManager:
             check_seconds(save_interval_seconds)
             if save_on_sigterm and threading.current_thread() is not threading.main_thread():
                 raise ValueError("a manager with save_on_sigterm can only be made on the main thread")
-            self._steps = Steps(self._root, NOTE)
+            self._steps = Steps(self._root)
             self._folders = functools.partial(bounded_folders, self._options.progress_timeout, self._ranks.rank)
             said = {name: repr(value) for name, value in arguments.items()}
             name = agree(session, said, self._check_root, self._root.name)

@@ -14,7 +14,7 @@ from ..folder.checkpoint import read_checkpoint
 from ..folder.delete import warn_of_files_elsewhere
 from ..storage import Folders, LocalStorage
 from .retention import Retention
-from .steps import NOTE, Steps, remove_step, step_folder
+from .steps import Steps, remove_step, step_folder
 
 __all__ = ["PrunePlan", "Pruned", "carry_out", "plan_prune"]
 
@@ -48,7 +48,7 @@ def plan_prune(root: Path, retention: Retention, dry_run: bool = False) -> Prune
     Steps that are links to folders elsewhere stay. A ``dry_run``, which is not carried out, changes nothing, so it goes
     by the host's clock.
     """
-    steps, opened = Steps(root, NOTE), Folders()
+    steps, opened = Steps(root), Folders()
     steps.look(opened)
     doomed = retention.doomed(steps.metrics, max(steps.metrics), ()) if steps.metrics else []
     doomed = steps.removable(doomed, opened)

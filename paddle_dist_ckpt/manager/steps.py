@@ -52,18 +52,14 @@ def step_folder(root: Path, step: int) -> Path:
 class Steps:
     """What a folder of steps holds. Methods look into folders by what is passed as ``opened``.
 
-    Args:
-        root: The folder.
-        note: Where the user_metadata of a step's checkpoint has ``{"metrics": {...}}``.
-
     Attributes:
         metrics: Of each committed step, as of the last look.
         unread: Steps of which it is not known whether they are committed, and why.
         refused: The steps that were to be removed, and that the storage has refused to remove.
     """
 
-    def __init__(self, root: Path, note: str) -> None:
-        self._root, self._note = root, note
+    def __init__(self, root: Path) -> None:
+        self._root = root
         self._saves: dict[int, str] = {}
         self._told: set[int] = set()  # steps of which it was said that they have no `.metadata`
         self._identity: FolderIdentity | None = None
@@ -208,7 +204,7 @@ class Steps:
 
     def _metrics_in(self, storage: Storage, whole: Note) -> Metrics:
         user = whole.user_metadata(partial(bytes_on_disk, storage))
-        note = user.get(self._note) if isinstance(user, dict) else None
+        note = user.get(NOTE) if isinstance(user, dict) else None
         found: Any = note.get("metrics") if isinstance(note, dict) else None
         if not isinstance(found, dict):
             return {}

@@ -25,7 +25,7 @@ from paddle_dist_ckpt.manager import prune
 from paddle_dist_ckpt.manager import steps as steps_module
 from paddle_dist_ckpt.manager.removal import _to_one_of_each, remove_together
 from paddle_dist_ckpt.manager.retention import Retention
-from paddle_dist_ckpt.manager.steps import Steps, remove_step, step_folder
+from paddle_dist_ckpt.manager.steps import NOTE, Steps, remove_step, step_folder
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import Folders, LocalStorage
 from paddle_dist_ckpt.storage.base import FolderIdentity
@@ -40,12 +40,12 @@ FOLDERS = Folders()
 
 
 def save_step(root: Path, step: int, **metrics: float) -> None:
-    options = SaveOptions(user_metadata={"note": {"step": step, "metrics": metrics}})
+    options = SaveOptions(user_metadata={NOTE: {"step": step, "metrics": metrics}})
     save_alone({"x": np.full(3, step)}, step_folder(root, step), step, options)
 
 
 def look(root: Path) -> Steps:
-    steps = Steps(root, "note")
+    steps = Steps(root)
     steps.look(FOLDERS)
     return steps
 
@@ -140,7 +140,7 @@ def test_a_step_that_the_disk_does_not_give_may_be_the_latest(
         if operation == "read" and name in hidden:
             raise OSError(code, os.strerror(code), name)
 
-    steps = Steps(tmp_path, "note")
+    steps = Steps(tmp_path)
     steps.look(Folders(lambda folder: FaultyStorage(folder, refuse)))
     if 2 in unread:
         with pytest.raises(CheckpointError, match=r"step-00000002 cannot be read, and may be the latest step: \[Errno"):
@@ -166,7 +166,7 @@ def test_a_step_that_memory_was_too_short_for_may_be_the_latest(
         return real(data, name, unique_id)
 
     monkeypatch.setattr(ids, "decode_note", short)
-    steps = Steps(tmp_path, "note")
+    steps = Steps(tmp_path)
     steps.look(FOLDERS)
     with pytest.raises(CheckpointError, match=r"2 cannot be read, and may be the latest step: 2.*not enough memory"):
         steps.latest()
@@ -467,7 +467,7 @@ def test_a_folder_of_steps_that_hangs_is_no_folder_without_steps(tmp_path: Path,
         save_step(tmp_path, step)
     step_folder(tmp_path, 3).mkdir()  # which may be left of a save
     stall = Stall(operation)
-    steps = Steps(tmp_path, "note")
+    steps = Steps(tmp_path)
     with (
         hanging_folders(stall) as hanging,
         pytest.raises(CheckpointTimeoutError, match="has not returned for 0.8 s on rank 0"),

@@ -34,7 +34,7 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.manager import sigterm
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
 from paddle_dist_ckpt.manager.retention import Retention
-from paddle_dist_ckpt.manager.steps import NOTE, Steps, remove_step
+from paddle_dist_ckpt.manager.steps import Steps, remove_step
 from paddle_dist_ckpt.saving.save_coordinator import SaveCoordinator
 from paddle_dist_ckpt.storage import Folders
 from test.paddle import cases_manager as cases
@@ -948,7 +948,7 @@ def removing(real: Any, root: Path, step: int, at: int, finished: bool, seen: li
 
 
 def looked_at(root: Path) -> Steps:
-    steps = Steps(root, NOTE)
+    steps = Steps(root)
     steps.look(Folders())
     return steps
 

@@ -270,7 +270,7 @@ def test_a_manager_does_not_wait_for_a_look_at_a_folder(
     doing = "a look at" if what == "is_symlink" else "removing"
     uses: list[Callable[[Folders], Any]] = [lambda opened: remove_step(tmp_path, 1, [save], opened)]
     if what == "is_symlink":
-        uses.append(functools.partial(Steps(tmp_path, "note").removable, [1]))
+        uses.append(functools.partial(Steps(tmp_path).removable, [1]))
     for use in uses:
         with (
             bounded_folders(0.5, 3) as opened,

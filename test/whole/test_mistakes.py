@@ -193,7 +193,7 @@ def test_a_manager_is_given_the_folder_of_the_steps(tmp_path: Path) -> None:
             CheckpointManager(tmp_path / name)
     save_alone({"n": 1}, tmp_path / "run")  # a last checkpoint beside the steps is no mistake
     for name in ("run", "nowhere"):
-        Steps(tmp_path / name, "note").check_root(Folders())
+        Steps(tmp_path / name).check_root(Folders())
 
 
 def test_a_step_that_is_not_there_to_be_restored(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from paddle_dist_ckpt.control import failures
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.folder.checkpoint import Restarts
 from paddle_dist_ckpt.manager.agreement import agree
-from paddle_dist_ckpt.manager.steps import NOTE, Steps, step_folder
+from paddle_dist_ckpt.manager.steps import Steps, step_folder
 from paddle_dist_ckpt.storage import Folders, as_storage
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks, shard_array
@@ -154,7 +154,7 @@ def of_managers(data: Path) -> Iterator[str]:
         yield error(lambda root=root: CheckpointManager(root))
     with CheckpointManager(data / "run") as manager:
         yield error(lambda: manager.restore({"n": 0}, step=6))
-    steps = Steps(data / "run", NOTE)
+    steps = Steps(data / "run")
     steps.look(Folders(lambda folder: FaultyStorage(folder, stale)))
     yield error(steps.latest)
 
