@@ -124,26 +124,21 @@ def test_an_error_with_text_that_is_no_unicode_is_told_and_the_hubs_go_on(hubs: 
     assert both(hubs) == [b"0", b"1"]
 
 
-def test_a_frame_altered_on_the_way_ends_the_connection(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    hubs, proxy = relayed(store)
+def test_a_frame_altered_on_the_way_ends_the_connection(relayed: Relayed, caplog: pytest.LogCaptureFixture) -> None:
+    hubs, proxy = relayed
     assert both(hubs) == [b"0", b"1"]
     proxy.altered = True
     assert all(isinstance(outcome, (RankFailureError, CheckpointTimeoutError)) for outcome in both(hubs))
     assert any("a frame with a wrong signature" in line for line in caplog.messages)
     proxy.altered = False
     until(lambda: both(hubs) == [b"0", b"1"], PATIENCE, "a round over a new connection")
-    for hub in reversed(hubs):
-        hub.close()
-    proxy.close()
 
 
-def test_a_rank_whose_first_handshake_is_altered_on_the_way_is_not_turned_away_for_good(store: Store) -> None:
-    hubs, proxy = relayed(store, altered_connections=1)
+@pytest.mark.parametrize("relayed", [1], indirect=True)
+def test_a_rank_whose_first_handshake_is_altered_on_the_way_is_not_turned_away_for_good(relayed: Relayed) -> None:
+    hubs, _ = relayed
     assert both(hubs) == [b"0", b"1"]
     assert hubs[0].unproven == set()
-    for hub in reversed(hubs):
-        hub.close()
-    proxy.close()
 
 
 @pytest.mark.parametrize("secrets", [(b"one", b"another"), (b"one", b""), (b"", b"another")])
@@ -331,19 +326,26 @@ class Proxy:
         self.cut()
 
 
-def relayed(store: Store, altered_connections: int = 0) -> tuple[list[TcpHub], Proxy]:
-    """Two hubs, and the relay between them, which alters what goes over the first connections."""
+Relayed = tuple[list[TcpHub], Proxy]
+
+
+@pytest.fixture
+def relayed(store: Store, request: pytest.FixtureRequest) -> Iterator[Relayed]:
+    """Two hubs, and the relay between them, which alters what goes over the first connections: as many as are asked."""
     coordinator = make(0, store)
     found = store.rendezvous()
     proxy = Proxy(found.endpoint)
-    proxy.altered_connections = altered_connections
+    proxy.altered_connections = getattr(request, "param", 0)
     store.set("k", msgspec.msgpack.encode(msgspec.structs.replace(found, endpoint=proxy.endpoint)))
     hubs = [coordinator, make(1, store)]
-    return hubs, proxy
+    yield hubs, proxy
+    for hub in reversed(hubs):
+        hub.close()
+    proxy.close()
 
 
-def test_a_connection_that_breaks_fails_the_session_and_comes_back(store: Store) -> None:
-    hubs, proxy = relayed(store)
+def test_a_connection_that_breaks_fails_the_session_and_comes_back(relayed: Relayed) -> None:
+    hubs, proxy = relayed
     assert both(hubs) == [b"0", b"1"]
 
     def cut_in_a_round(hub: TcpHub) -> Mapping[int, BaseException]:
@@ -371,15 +373,12 @@ def test_a_connection_that_breaks_fails_the_session_and_comes_back(store: Store)
         assert all(isinstance(outcome, RankFailureError) for outcome in outcomes)
         time.sleep(0.1)
     assert outcomes == [b"0", b"1"]
-    for hub in reversed(hubs):
-        hub.close()
-    proxy.close()
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such limit")
-def test_a_connection_on_which_nothing_gets_through_is_ended_and_another_one_made(store: Store) -> None:
+def test_a_connection_on_which_nothing_gets_through_is_ended_and_another_one_made(relayed: Relayed) -> None:
     """And what was to be sent over it does not stay in memory."""
-    hubs, proxy = relayed(store)
+    hubs, proxy = relayed
     assert both(hubs) == [b"0", b"1"]
     (before,) = hubs[0]._port.connections
     large = bytes(64 << 20)  # more than the systems take that nobody reads
@@ -401,9 +400,6 @@ def test_a_connection_on_which_nothing_gets_through_is_ended_and_another_one_mad
     proxy.cut()
     proxy.open.set()
     until(lambda: both(hubs) == [b"0", b"1"], PATIENCE, "a round over a new connection")
-    for hub in reversed(hubs):
-        hub.close()
-    proxy.close()
 
 
 @pytest.mark.parametrize("sender", [0, 1])
@@ -435,10 +431,10 @@ def test_a_part_of_a_message_is_no_news_of_a_rank_in_a_session_that_it_has_not_o
 
 
 def test_a_rank_that_connects_again_before_its_connection_is_known_to_be_lost_fails_the_session_for_all(
-    store: Store,
+    relayed: Relayed,
 ) -> None:
     """It misses what was on its way to it; the coordinator, which has its answer, must not go on alone."""
-    hubs, proxy = relayed(store)
+    hubs, proxy = relayed
     assert both(hubs) == [b"0", b"1"]
     (before,) = hubs[0]._port.connections
 
@@ -461,13 +457,10 @@ def test_a_rank_that_connects_again_before_its_connection_is_known_to_be_lost_fa
             assert isinstance(outcome.exception(PATIENCE), RankFailureError)
     until(lambda: not hubs[0].lost and not hubs[1].lost, what="a new connection")
     assert both(hubs) == [b"0", b"1"]
-    for hub in reversed(hubs):
-        hub.close()
-    proxy.close()
 
 
-def test_calls_that_failed_without_a_connection_do_not_make_the_next_one_fail(store: Store) -> None:
-    hubs, proxy = relayed(store)
+def test_calls_that_failed_without_a_connection_do_not_make_the_next_one_fail(relayed: Relayed) -> None:
+    hubs, proxy = relayed
     assert both(hubs) == [b"0", b"1"]
     proxy.open.clear()  # who connects anew hears nothing for now
     proxy.cut()
@@ -477,9 +470,6 @@ def test_calls_that_failed_without_a_connection_do_not_make_the_next_one_fail(st
     proxy.open.set()
     until(lambda: not hubs[0].lost and not hubs[1].lost, PATIENCE, "a new connection")
     assert both(hubs) == [b"0", b"1"]
-    for hub in reversed(hubs):
-        hub.close()
-    proxy.close()
 
 
 def test_an_attempt_to_connect_that_nobody_answers_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,8 +491,8 @@ def test_an_attempt_to_connect_that_nobody_answers_is_given_up(store: Store, mon
         attempt.close()
 
 
-def test_appointments_survive_a_connection_that_breaks(store: Store) -> None:
-    hubs, proxy = relayed(store)
+def test_appointments_survive_a_connection_that_breaks(relayed: Relayed) -> None:
+    hubs, proxy = relayed
     cuts = iter(range(3))
 
     def walk(hub: TcpHub) -> list[int]:
@@ -525,9 +515,6 @@ def test_appointments_survive_a_connection_that_breaks(store: Store) -> None:
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(walk, hubs)
     assert first == second
-    for hub in reversed(hubs):
-        hub.close()
-    proxy.close()
 
 
 def test_closing_is_quick_final_and_can_be_repeated(store: Store) -> None:
@@ -615,13 +602,9 @@ def test_a_rank_that_is_late_for_two_sessions_is_told_in_both(store: Store) -> N
     coordinator.close()
 
 
-def test_the_coordinator_does_not_leave_before_its_last_reply_has_come(store: Store) -> None:
+def test_the_coordinator_does_not_leave_before_its_last_reply_has_come(relayed: Relayed) -> None:
     """Its process may end by then, without any warning."""
-    coordinator = make(0, store)
-    found = store.rendezvous()
-    proxy = Proxy(found.endpoint)
-    store.set("k", msgspec.msgpack.encode(msgspec.structs.replace(found, endpoint=proxy.endpoint)))
-    member = make(1, store)
+    (coordinator, member), proxy = relayed
 
     def work(hub: TcpHub) -> bytes:
         def combine(parts: Mapping[int, bytes]) -> Mapping[int, bytes]:
@@ -638,9 +621,6 @@ def test_the_coordinator_does_not_leave_before_its_last_reply_has_come(store: St
         proxy.open.set()
         assert not left
         assert (leaving.result(AT_ONCE), waiting.result(AT_ONCE)) == (b"", b"")
-    member.close()
-    coordinator.close()
-    proxy.close()
 
 
 def was_closed(sock: socket.socket) -> bool:
