@@ -32,7 +32,7 @@ from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..saving.save import After
 from ..storage import LocalStorage, as_storage, bounded_folders
-from ..wiring import Find, connected, load_with, paddles, pass_over_last_save, save_with
+from ..wiring import Find, check_bool, connected, load_with, paddles, pass_over_last_save, save_with
 from .agreement import agree
 from .held_log import held_back
 from .preparation import Preparation
@@ -103,8 +103,7 @@ class CheckpointManager:
         save_on_sigterm: bool = False,
     ) -> None:
         self._options = checked("options", options, SaveOptions) or SaveOptions()
-        if not isinstance(async_save, bool):
-            raise TypeError(f"async_save must be a bool, not {async_save!r}")
+        check_bool("async_save", async_save)
         self._ranks = connected(process_group, coordinator_rank, self._options)
         self._async_save = async_save
         self._preparation = Preparation(self._ranks, self._options, async_save)

@@ -10,6 +10,7 @@ where a device has none, copies are made one by one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -126,10 +127,10 @@ class DeviceCopies:
         for first in range(0, len(requests), _TOGETHER):
             some = requests[first : first + _TOGETHER]
             strided = [request for request in some if isinstance(request[0], StridedBytes)]
-            others = [_bound(copy, request) for request in some if not isinstance(request[0], StridedBytes)]
+            others = [functools.partial(copy, request) for request in some if not isinstance(request[0], StridedBytes)]
             self._run(device, others, host)
             for request in strided:
-                self._run(device, [_bound(copy, request)], host)
+                self._run(device, [functools.partial(copy, request)], host)
 
     def _run(self, device: str, works: Sequence[Callable[[], _Work]], host: Any) -> None:
         """Queue works, and remember what is in use until they are done."""
@@ -312,10 +313,6 @@ def _write_one(request: _Request) -> _Work:
     target = memory.part(start, nbytes)
     target.copy_(source, False)
     return (source, target), 0, None
-
-
-def _bound(copy: Callable[[_Request], _Work], request: _Request) -> Callable[[], _Work]:
-    return lambda: copy(request)
 
 
 def _each_of(works: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
