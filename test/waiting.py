@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["PATIENCE", "until"]
+__all__ = ["PATIENCE", "end_of", "until"]
 
 PATIENCE = 60.0
 """Seconds after which a test may say that something does not happen. None of them are spent if it does."""
@@ -33,3 +35,16 @@ def until(condition: Callable[[], _T], seconds: float = PATIENCE, what: str = "w
         assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s; last seen: {answer!r}"
         time.sleep(0.002)
     return answer
+
+
+def end_of(pid: int) -> int:
+    """The exit code of a child, negative for a signal. Kills it if it hangs."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError("the child hangs")

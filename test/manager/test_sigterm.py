@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 from paddle_dist_ckpt.manager import sigterm
 from paddle_dist_ckpt.manager.sigterm import on_sigterm
-from test.waiting import PATIENCE
+from test.waiting import PATIENCE, end_of
 
 SURVIVED = 7
 RAISED = 8
@@ -31,15 +30,7 @@ def fate(body: Callable[[], object]) -> int:
             code = SURVIVED
         finally:
             os._exit(code)
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise AssertionError("it goes on")
+    return end_of(child)
 
 
 def in_a_process(code: int = SURVIVED) -> Callable[[Callable[..., None]], Callable[..., None]]:

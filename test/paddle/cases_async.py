@@ -34,22 +34,17 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.core.memory import bytes_at
 from paddle_dist_ckpt.testing import FaultyStorage
+from test.background import in_background
 from test.hooks import raises
 from test.paddle.layouts import Spread
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, from_local, local_array, mesh_of, paddle_tensor
 from test.paddle.versions import FLOAT8
 from test.ranks.groups import group_of
-from test.waiting import PATIENCE, until
+from test.waiting import PATIENCE, end_of, until
 
 ROWS, COLUMNS = 64, 1024
 LONG = PATIENCE
-THREAD = "paddle_dist_ckpt save"
-
-
-def in_background() -> bool:
-    """Whether this is the thread of a background save."""
-    return threading.current_thread().name == THREAD
 
 
 def meet(ranks: int) -> None:
@@ -391,19 +386,6 @@ def in_child(work: Callable[[], None], exits: bool = False) -> int:
         if not exits:
             os._exit(code)
     sys.exit(code)
-
-
-def end_of(pid: int) -> int:
-    """The exit code of a child, negative for a signal. Kills it if it hangs."""
-    deadline = time.monotonic() + LONG
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError("the child hangs")
 
 
 def end_at_random(path: str, count: int) -> None:

@@ -16,11 +16,10 @@ import pytest
 from paddle_dist_ckpt import SaveOptions, UnsupportedValueError, load_merged_state_dict, read_metadata
 from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.control.ranks import Ranks
-from paddle_dist_ckpt.core.tensors import Identity
-from paddle_dist_ckpt.paddle_adapter import PaddleAdapter
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
 from paddle_dist_ckpt.wiring import paddles, save_with
 from test.paddle.tensors import from_local
+from test.paddle.test_identity import identity_of
 from test.paddle.versions import FROM_LOCAL, lacks
 
 PAIR = dist.ProcessMesh([0, 1], dim_names=["x"])
@@ -34,14 +33,6 @@ def numbers(*shape: int) -> Any:
 def spread(local: Any, shape: list[int], placement: Any, mesh: Any = PAIR) -> Any:
     """A DistTensor of this local value, made without communication."""
     return from_local(local, shape, mesh, [placement])
-
-
-def identity_of(values: list[Any]) -> Identity:
-    adapter = PaddleAdapter(0)
-    addresses = [address for value in values for address in adapter.view(value, "/t").addresses]
-    found = adapter.identity(values, addresses)
-    assert found is not None
-    return found
 
 
 def save_by(memory: SaveMemory, state: dict[str, Any], folder: Path) -> None:
