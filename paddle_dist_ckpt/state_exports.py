@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import tempfile
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +17,12 @@ from .exporting.export import check_free
 from .exporting.formats import ExportRequest
 from .files.metadata import Metadata
 from .folder.checkpoint import read_checkpoint
+from .folder.hidden import HiddenFolder
 from .loading.staging import piece_bytes
 from .loading.stored_tensors import stored_tensors
 from .options import LoadOptions, SaveOptions
 from .reports import ExportReport
 from .storage import bounded_folders
-from .storage.made_folder import MadeFolder
 from .wiring import arranger_of, export_with, load_with, paddles, save_with, source_of
 
 __all__ = ["export_filled_with", "export_state_with"]
@@ -47,35 +46,21 @@ def _hidden_folder(ranks: Ranks, request: ExportRequest, options: SaveOptions) -
     Raises:
         FileExistsError: what is to be written is there.
     """
-    out, made = Path(request.out), list[MadeFolder]()
-
-    def make() -> MadeFolder:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return MadeFolder(Path(tempfile.mkdtemp(prefix=f".{out.name}.state-", dir=out.parent)))
+    out, made = Path(request.out), list[HiddenFolder]()
 
     def place(messages: Mapping[int, bytes]) -> dict[int, bytes]:
         check_free(request, folders)
-        made.append(folders.run("making a folder in", out.parent, make, lambda late: late.path.rmdir()))
+        made.append(HiddenFolder(out, f".{out.name}.state-{secrets.token_hex(8)}", folders, mode=0o700))
         return dict.fromkeys(messages, str(made[0].path).encode())
 
-    try:
-        with (
-            ranks.session("export_state_dict", options.timeout) as opened,
-            opened as session,
-            bounded_folders(options.progress_timeout, ranks.rank) as folders,
-        ):
-            hidden = session.gather_scatter("place", lambda: b"", place).decode()
-        yield hidden
-    finally:
-        for folder in made:
-            with bounded_folders(options.progress_timeout, ranks.rank) as folders:
-                folders.end_with("removing", folder.path, functools.partial(_remove, folder))
-
-
-def _remove(hidden: MadeFolder) -> None:
-    left = hidden.remove()
-    if left is not None:
-        _logger.warning("%s is left of an export, and can be removed", left)
+    with bounded_folders(options.progress_timeout, ranks.rank) as folders:
+        try:
+            with ranks.session("export_state_dict", options.timeout) as opened, opened as session:
+                hidden = session.gather_scatter("place", lambda: b"", place).decode()
+            yield hidden
+        finally:
+            for folder in made:
+                folder.remove()
 
 
 def export_filled_with(

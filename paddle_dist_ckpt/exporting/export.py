@@ -4,13 +4,13 @@ begin   the coordinator reads the checkpoint and plans, and makes a hidden folde
 write   every rank writes its files into that; when all have, the coordinator gives it its name
 
 Nothing is visible under that name before all of it is there and durable. What fails leaves nothing behind, but where
-the coordinator itself is killed: a folder ``.NAME.export-...``, of which a later export to the same place warns.
+the coordinator itself is killed: a folder ``.NAME.export-...``, which a later export to the same place removes when its
+claim has expired; see :mod:`..folder.hidden`.
 """
 
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 import secrets
@@ -31,20 +31,18 @@ from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata, SaveInfo
 from ..files.names import metadata_name, temporary_name
 from ..folder.checkpoint import Restarts, read_checkpoint
+from ..folder.hidden import HiddenFolder, is_seen
 from ..options import SaveOptions
 from ..reports import ExportReport, Stopwatch
 from ..storage import Folders
 from ..storage.base import Storage
 from ..storage.local import give_name, rename
-from ..storage.local_files import uninterrupted
-from ..storage.made_folder import MadeFolder
 from .formats import FORMATS, Choose, ExportPlan, ExportRequest, plan_export
 from .stream import write_files
 
 __all__ = ["check_free", "export_checkpoint"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_TOKEN = ".token"
 
 
 class BeginAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -136,7 +134,7 @@ class _Coordinator:
 
     def __init__(self, session: ControlSession, source: Storage, choose: Choose, folders: Folders) -> None:
         self._session, self._source, self._choose, self._folders = session, source, choose, folders
-        self._hidden: MadeFolder | None = None
+        self._hidden: HiddenFolder | None = None
 
     def begin(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``begin``: plan, which raises what the format cannot hold, and make the hidden folder."""
@@ -148,12 +146,9 @@ class _Coordinator:
         out = Path(self._request.out)
         check_free(self._request, self._folders)
         metadata = self._plan()
-        self._folders.run("listing", out.parent, lambda: _warn_of_others(out, self._source))
-        self._folders(out.parent).prepare()
-        hidden = out.parent / f".{out.name}.export-{self._save.save_id}"
-        self._hidden = self._folders.run("making", hidden, functools.partial(_make, hidden), lambda _: hidden.rmdir())
-        self._folders(hidden).publish(_TOKEN, self._save.save_id.encode(), f"{_TOKEN}.tmp", replace=True)
-        answer = encode(BeginAnswer(metadata.unique_id, metadata.save_id, str(hidden), self._save))
+        name = f".{out.name}.export-{self._save.save_id}"
+        self._hidden = HiddenFolder(out, name, self._folders, self._source.location)
+        answer = encode(BeginAnswer(metadata.unique_id, metadata.save_id, str(self._hidden.path), self._save))
         return dict.fromkeys(messages, answer)
 
     def _plan(self) -> Metadata:
@@ -175,6 +170,7 @@ class _Coordinator:
         """Round ``write``: all files are there; make that visible."""
         assert self._hidden is not None
         storage, out = self._folders(self._hidden.path), Path(self._request.out)
+        self._hidden.check_held()
         for file in self.plan.files:
             if storage.size(file.name) != file.nbytes:
                 raise CheckpointError(f"{self._hidden.path / file.name} has changed while it was written")
@@ -184,7 +180,7 @@ class _Coordinator:
             data = encode_metadata(msgspec.structs.replace(self.plan.draft, files=files))
             temporary = temporary_name(self._save.unique_id, self._save.save_id)
             storage.publish(metadata_name(self._save.unique_id), data, temporary, replace=False)
-        storage.delete(_TOKEN)
+        self._hidden.finish()
         storage.sync()
         try:
             # IMPORTANT: whoever sees it sees all of it, durable. Fails if somebody else has made it meanwhile.
@@ -217,7 +213,7 @@ class _Coordinator:
     def clean_up(self) -> None:
         """Remove the hidden folder, if it still is one."""
         if self._hidden is not None:
-            self._folders.end_with("removing", self._hidden.path, functools.partial(_remove, self._hidden))
+            self._hidden.remove()
 
 
 def _be_as(empty: Path, folder: Path) -> None:
@@ -233,19 +229,6 @@ def _be_as(empty: Path, folder: Path) -> None:
                 made = folder.stat()  # a change of the owner takes bits away
         if stat.S_IMODE(found.st_mode) != stat.S_IMODE(made.st_mode):
             os.chmod(folder, stat.S_IMODE(found.st_mode))
-
-
-def _make(hidden: Path) -> MadeFolder:
-    # A network filesystem whose first answer is lost says that it was there: nobody else knows its name.
-    uninterrupted(hidden.mkdir)(exist_ok=True)
-    return MadeFolder(hidden)
-
-
-def _remove(hidden: MadeFolder) -> None:
-    # Under another name, so that a rank that has not heard of a failure yet makes no file in it meanwhile.
-    left = hidden.remove(hidden.path.with_name(f"{hidden.path.name}.gone"))
-    if left is not None:
-        _logger.warning("%s is left of an export, and can be removed", left)
 
 
 def _warn_of_late(out: Path) -> None:
@@ -267,19 +250,6 @@ def _check_free(request: ExportRequest) -> None:
         raise ValueError(f"{out} is there already; an export makes a new file or folder, or fills an empty folder")
     if out.is_mount():
         raise ValueError(f"{out} is the root of a filesystem, whose place an export cannot take; name a folder in it")
-
-
-def _warn_of_others(out: Path, source: Storage) -> None:
-    """Say which hidden folders of exports to this place there are, but for the one that is exported from."""
-    starts = (f".{out.name}.export-", f".{out.name}.state-")
-    with suppress(OSError):
-        for hidden in sorted(entry for entry in out.parent.iterdir() if entry.name.startswith(starts)):
-            if str(hidden) != source.location:
-                _logger.warning(
-                    "%s: another export to %s goes on, or was killed and has left it behind; if so, remove it",
-                    hidden,
-                    out,
-                )
 
 
 def _plan(
@@ -309,10 +279,8 @@ def _write_share(
     folders: Folders,
 ) -> WrittenFiles:
     """Write the files that are this rank's."""
-    seen, expected, hidden = b"", begun.save.save_id.encode(), folders(Path(begun.hidden))
-    with suppress(FileNotFoundError):
-        seen = hidden.read(_TOKEN, len(expected) + 1)
-    if seen != expected:
+    hidden = folders(Path(begun.hidden))
+    if not is_seen(hidden):
         raise CheckpointError(
             f"rank {session.rank} does not see {begun.hidden}, which rank {session.coordinator} has made; all ranks of "
             "an export need one folder"

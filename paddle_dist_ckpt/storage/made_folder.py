@@ -18,26 +18,31 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 
 
 class MadeFolder:
-    """A folder that this process has just made, in which there are files alone.
+    """A folder that was made for a while, in which there are files alone.
 
     Who may write to the folder above may rename what is in it, whoever owns that, and give another folder this one's
     name.
+
+    Args:
+        path: Where it is.
+        is_new: Whether this process has just made it; or else another one has, and has died.
 
     Raises:
         FileExistsError: something is in it already, so it is another one.
         OSError: it cannot be looked at.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_new: bool = True) -> None:
         self.path = path
         try:
             with about(path), _opened(path) as descriptor:
                 status = os.fstat(descriptor)
-                if os.listdir(descriptor):
+                if is_new and os.listdir(descriptor):
                     raise FileExistsError(errno.EEXIST, "it is another folder than was made", str(path))
         except OSError:
-            with suppress(OSError):  # too many files are open, say; one in which something is stays
-                os.rmdir(path)
+            if is_new:
+                with suppress(OSError):  # too many files are open, say; one in which something is stays
+                    os.rmdir(path)
             raise
         self._identity = status.st_dev, status.st_ino
 
@@ -60,8 +65,9 @@ class MadeFolder:
                 with suppress(OSError):  # the name may be too long
                     rename(self.path, aside)
                     name = aside
-            # IMPORTANT: by the descriptor, which is this folder's whatever has its name by now.
-            for file in os.listdir(descriptor):
+            # IMPORTANT: by the descriptor, which is this folder's whatever has its name by now. Hidden files come last:
+            # they tell whoever finds the rest, if this is killed, that it can be removed.
+            for file in sorted(os.listdir(descriptor), key=lambda name: name.startswith(".")):
                 with suppress(OSError):
                     uninterrupted(os.unlink)(file, dir_fd=descriptor)
             uninterrupted(os.rmdir)(name)  # which removes no folder that has something in it

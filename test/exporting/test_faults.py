@@ -115,7 +115,8 @@ def attempts(folder: Path, format: str, strike: str | Callable[[SimulatedRank], 
     """Export as often as there are operations, each time with a fault at another one: the places, and the results."""
     source, watched = saved(folder / "ckpt"), Faults()
     all_ok(run_ranks(RANKS, lambda rank: watched.export(rank, source, request(folder / "watched", format))))
-    places = [(rank, number) for rank, steps in watched.done.items() for number in range(len(steps))]
+    # A claim that cannot be touched is dated by its writing.
+    places = [(rank, i) for rank, steps in watched.done.items() for i, step in enumerate(steps) if step != "touch"]
     assert len(places) >= 20
     found = []
     for number, place in enumerate(places):
@@ -314,7 +315,7 @@ def test_a_rank_that_does_not_see_the_folder(tmp_path: Path, monkeypatch: pytest
     calls = itertools.count()
 
     def read(storage: LocalStorage, name: str, limit: int | None = None) -> bytes:
-        if name == ".token" and next(calls) == 0:
+        if name == ".claim" and next(calls) == 0:
             raise FileNotFoundError
         return plain(storage, name, limit)
 
@@ -326,13 +327,13 @@ def test_a_rank_that_does_not_see_the_folder(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("planted", ["a FIFO", "no text"])
-def test_what_somebody_puts_in_place_of_the_token_is_not_waited_for(
+def test_what_somebody_puts_in_place_of_the_claim_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
     plain = LocalStorage.read
 
     def read(storage: LocalStorage, name: str, limit: int | None = None) -> bytes:
-        if name == ".token":
+        if name == ".claim":
             path = Path(storage.location, name)
             path.unlink()
             if planted == "a FIFO":
@@ -387,6 +388,81 @@ def test_what_a_killed_export_left_is_named(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "ckpt").rename(tmp_path / ".new.state-xyz")  # as an export of a job's state_dict has its folder
     export(tmp_path / ".new.state-xyz", tmp_path / "new")
     assert not caplog.records
+
+
+def left_of(folder: Path, name: str, age: float, *, claim: str | None = None) -> Path:
+    """What a killed export has left: one whose claim was refreshed so many seconds ago."""
+    path = folder / name
+    path.mkdir()
+    for file, text in ((".claim", claim or name.removesuffix(".gone")), ("model.safetensors", "half of it")):
+        (path / file).write_text(text)
+        os.utime(path / file, (time.time() - age,) * 2)
+    return path
+
+
+@pytest.mark.parametrize("format", ["safetensors", "pdparams"])
+def test_what_a_killed_export_left_is_removed_when_its_claim_has_expired(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str
+) -> None:
+    saved(tmp_path / "ckpt")
+    dead = [left_of(tmp_path, f".out.{kind}", 330) for kind in ("export-01", "state-02", "export-03.gone")]
+    alive = [
+        left_of(tmp_path, ".out.export-04", 270),
+        left_of(tmp_path, ".out.export-05", 330, claim=".out.export-06"),  # was given the name
+        left_of(tmp_path, ".out2.export-07", 330),
+    ]
+    elsewhere = left_of(tmp_path, "elsewhere", 330, claim=".out.export-08")
+    (tmp_path / ".out.export-08").symlink_to(elsewhere)
+    before = [files_in(folder) for folder in (*alive, elsewhere)]
+    with caplog.at_level(logging.INFO):
+        export(tmp_path / "ckpt", tmp_path / "out", format=format)
+    assert not any(map(os.path.lexists, dead))
+    assert [files_in(folder) for folder in (*alive, elsewhere)] == before
+    removed = [record.args[0] for record in caplog.records if record.levelno == logging.INFO and record.args]
+    assert removed == sorted(dead)
+    assert [record.args[0] for record in caplog.records if record.levelno == logging.WARNING and record.args] == [
+        *alive[:2],
+        tmp_path / ".out.export-08",
+    ]
+
+
+def test_a_living_export_keeps_its_claim_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.folder.own_claim.FRESH_EVERY", 0.01)
+    source, wanted = saved(tmp_path / "ckpt"), request(tmp_path / "out", "safetensors")
+    waited = threading.Event()
+
+    def wait(operation: str, name: str) -> None:
+        if operation != "write" or waited.is_set():
+            return
+        waited.set()
+        (claim,) = tmp_path.glob(".out.export-*/.claim")
+        os.utime(claim, (1, 1))  # as that of one that was killed
+        until = time.monotonic() + PATIENCE
+        while claim.stat().st_mtime == 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        export(source, tmp_path / "out")
+
+    def work(rank: SimulatedRank) -> Any:
+        with rank.hub.session("export", 60) as session:
+            folders = Folders(lambda folder: FaultyStorage(folder, wait))
+            return export_checkpoint(session, LocalStorage(source), wanted, all_of(wanted), False, folders)
+
+    (error,) = run_ranks(1, work)
+    assert "is there already" in str(error)  # for the other one was faster, and not because it has removed this one's
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
+
+
+@pytest.mark.parametrize("operation", ["create", "modified"])
+def test_an_export_that_was_taken_for_dead_fails(tmp_path: Path, operation: str) -> None:
+    def strike() -> None:
+        (hidden,) = tmp_path.glob(".out.export-*")
+        os.utime(hidden / ".claim", (1, 1))
+        export(tmp_path / "ckpt", tmp_path / "out", format="native")
+
+    for error in errors_of(meanwhile(tmp_path, "native", operation, strike), RankFailureError):
+        assert "somebody has removed it meanwhile" in str(error) or "No such file" in str(error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out", "watched"]
+    assert verify(tmp_path / "out").ok
 
 
 @pytest.mark.parametrize("length", [220, 226, 230])

@@ -1,0 +1,138 @@
+"""Hidden folders beside the place of an export.
+
+A claim in each is kept fresh while its process lives, as that of a save is (:mod:`.claims`). So a later export can tell
+which of them a dead one has left, and removes these.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextlib import suppress
+from pathlib import Path
+
+from ..storage import Folders, LocalStorage
+from ..storage.base import Storage
+from ..storage.local_files import uninterrupted
+from ..storage.made_folder import MadeFolder
+from .claims import MOST_CLAIM_BYTES, is_expired
+from .own_claim import OwnClaim
+
+__all__ = ["HiddenFolder", "is_seen"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_CLAIM = ".claim"  # with the name of its folder: who gives another folder that name has not made it one to be removed
+_GONE = ".gone"
+
+
+class HiddenFolder:
+    """A hidden folder that this process has made, until it is published or removed.
+
+    What dead exports to the same place have left is removed first: its room may be needed. Of others there is a
+    warning.
+
+    Args:
+        out: The place of the export.
+        name: The folder's name beside it, which nobody else knows.
+        folders: Opens local folders, and does what else is done to them.
+        source: The folder that is exported from, which may be such a folder itself and is not warned of.
+        mode: The folder's mode, of which the umask takes something away.
+
+    Raises:
+        OSError: it cannot be made.
+        CheckpointError: no thread can be started that keeps its claim fresh.
+    """
+
+    def __init__(self, out: Path, name: str, folders: Folders, source: str = "", mode: int = 0o777) -> None:
+        self.path, self._folders = out.with_name(name), folders
+        self._claim = OwnClaim(folders(self.path), _CLAIM)
+        folders(out.parent).prepare()
+        make = functools.partial(_make, self.path, mode)
+        self._made = folders.run("making", self.path, make, lambda _: self.path.rmdir())
+        try:
+            for dead in folders.run("listing", out.parent, lambda: _dead_ones(out, self.path, source)):
+                _logger.info("%s is removed: an export to %s that was killed has left it", dead.path, out)
+                folders.run("removing", dead.path, functools.partial(_remove, dead))
+            self._claim.publish(name.encode())
+            self._claim.keep_fresh(lambda: None)
+        except BaseException:
+            self.remove()
+            raise
+
+    def check_held(self) -> None:
+        """See that nobody has taken this process, which was silent, for dead, and has removed the folder.
+
+        Raises:
+            CheckpointError: somebody has.
+        """
+        self._claim.check_held()
+
+    def finish(self) -> None:
+        """Remove the claim: the folder has all that it is to have, and is about to be no hidden one any more."""
+        self._claim.remove()
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        self._claim.stop()
+        self._folders.end_with("removing", self.path, functools.partial(_remove, self._made))
+
+
+def is_seen(storage: Storage) -> bool:
+    """Whether this rank sees the hidden folder that another one has made and named so."""
+    name = Path(storage.location).name.encode()
+    with suppress(FileNotFoundError):
+        return storage.read(_CLAIM, len(name) + 1) == name
+    return False
+
+
+def _make(path: Path, mode: int) -> MadeFolder:
+    # A network filesystem whose first answer is lost says that it was there: nobody else knows its name.
+    uninterrupted(path.mkdir)(mode, exist_ok=True)
+    return MadeFolder(path)
+
+
+def _remove(folder: MadeFolder) -> None:
+    # Under another name, so that a rank that has not heard of a failure yet makes no file in it meanwhile.
+    path = folder.path
+    left = folder.remove(path if path.name.endswith(_GONE) else path.with_name(path.name + _GONE))
+    if left is not None:
+        _logger.warning("%s is left of an export, and can be removed", left)
+
+
+def _dead_ones(out: Path, own: Path, source: str) -> list[MadeFolder]:
+    """The hidden folders that dead exports to a place have left; says which others there are.
+
+    Args:
+        out: The place.
+        own: This export's, which tells the time.
+        source: The folder that is exported from.
+    """
+    dead: list[MadeFolder] = []
+    starts = (f".{out.name}.export-", f".{out.name}.state-")
+    with suppress(OSError):
+        clock = LocalStorage(own)
+        clock.touch(".")  # as claims are dated
+        now = clock.modified(".")
+        for hidden in sorted(entry for entry in out.parent.iterdir() if entry.name.startswith(starts)):
+            if hidden == own:
+                continue
+            found = _left_by_dead(hidden, now)
+            if found is not None:
+                dead.append(found)
+            elif str(hidden) != source:
+                _logger.warning(
+                    "%s: another export to %s goes on, or was killed and has left it behind; if so, remove it",
+                    hidden,
+                    out,
+                )
+    return dead
+
+
+def _left_by_dead(hidden: Path, now: float) -> MadeFolder | None:
+    """A folder, if it is a hidden one as these are, and its claim has expired."""
+    try:
+        folder, storage = MadeFolder(hidden, is_new=False), LocalStorage(hidden)
+        is_one = storage.read(_CLAIM, MOST_CLAIM_BYTES) == hidden.name.removesuffix(_GONE).encode()
+        return folder if is_one and is_expired(storage, _CLAIM, now) else None
+    except OSError:
+        return None
