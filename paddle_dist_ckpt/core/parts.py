@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from .box import Box, intersect
 from .dtypes import DType, dtype_named
 
-__all__ = ["NEW", "Arranged", "Arranger", "IdleStatement", "Part", "SourceTensor", "WantedTensor"]
+__all__ = ["NEW", "Arranged", "Arranger", "IdleStatement", "Part", "SourceTensor", "WantedTensor", "is_cast"]
 
 
 NEW = -1
@@ -107,17 +107,29 @@ class Arranged(NamedTuple):
         shape: The shape of what is made.
         parts: The parts, which tile it.
         dtype: The name of its element type, where the parts do not say it because there are none.
+        cast: Whether that is asked for, where they do not say it.
     """
 
     shape: tuple[int, ...]
     parts: list[Part]
     dtype: str | None = None
+    cast: bool = False
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether its element type is one that is asked for."""
+        return is_cast(self.parts, self.cast)
 
     def dtype_of(self, stored: Mapping[str, SourceTensor]) -> DType:
         """Its element type."""
         name = next((part.dtype or stored[part.key].dtype.name for part in self.parts), self.dtype)
         assert name is not None, "it has parts, or says it"
         return dtype_named(name)
+
+
+def is_cast(parts: Sequence[Part], otherwise: bool) -> bool:
+    """Whether an element type is asked for of any of these; ``otherwise`` says it if there are none."""
+    return any(part.dtype is not None for part in parts) if parts else otherwise
 
 
 class IdleStatement(NamedTuple):

@@ -192,9 +192,8 @@ class _TensorMaker:
         rows = [self._rows[part.key] for part in one.parts]
         parts = [StoredPart(row, table.dtypes[row], part) for row, part in zip(rows, one.parts, strict=True)]
         dtype = one.dtype_of(self._chosen.stored)
-        is_cast = any(part.dtype is not None for part in one.parts)
         return ExportTensor(
-            self._chosen.paths[path], key, tuple(one.shape), dtype if is_cast else self._converted(dtype), parts
+            self._chosen.paths[path], key, tuple(one.shape), dtype if one.is_cast else self._converted(dtype), parts
         )
 
     def _converted(self, dtype: DType) -> DType:

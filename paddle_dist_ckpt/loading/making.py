@@ -113,8 +113,8 @@ def _made(
     made, problems = {}, []
     for key, recipe in matching.recipes.items():
         try:
-            shape, dtype, parts = maker.make(recipe)
-            made[key] = Arranged(shape, parts, dtype.name)
+            shape, dtype, parts, cast = maker.make(recipe)
+            made[key] = Arranged(shape, parts, dtype.name, cast)
         except RecipeError as error:
             problems.append(f"{key}: {error}")
     return made, problems

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.box import Box, whole
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype, can_cast
-from ..core.parts import NEW, Part, SourceTensor
+from ..core.parts import NEW, Part, SourceTensor, is_cast
 from ..recipes import (
     Cast,
     Concat,
@@ -58,11 +58,18 @@ class Made(NamedTuple):
         shape: The shape.
         dtype: The element type.
         parts: The parts, which tile the shape; none of them empty.
+        cast: Whether the recipe casts, where the parts do not say it because there are none.
     """
 
     shape: tuple[int, ...]
     dtype: DType
     parts: list[Part]
+    cast: bool = False
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the element type is one that the recipe says."""
+        return is_cast(self.parts, self.cast)
 
 
 class FilledRecipe(NamedTuple):
@@ -104,8 +111,8 @@ class PartMaker:
             except RecipeError:
                 make_parts(filled.recipe, self._find)  # says the same with the keys of this tensor
                 raise
-        shape, dtype, parts = self._made[like][1]
-        return Made(shape, dtype, [Part(filled.keys[part.key], *part[1:]) for part in parts])
+        made = self._made[like][1]
+        return made._replace(parts=[Part(filled.keys[part.key], *part[1:]) for part in made.parts])
 
 
 def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:
@@ -209,7 +216,7 @@ def misfit(made: Made, shape: Sequence[int], dtype: DType, cast: bool) -> str | 
     """
     if made.shape != tuple(shape):
         return f"the target has shape {list(shape)}, its recipe makes {list(made.shape)}"
-    if made.dtype is not dtype and any(part.dtype is not None for part in made.parts):
+    if made.dtype is not dtype and made.is_cast:
         return f"its recipe casts to {made.dtype.name}, and not to {dtype.name}, the target's dtype"
     if made.dtype is not dtype and not (cast and can_cast(made.dtype, dtype)):
         return f"{WRONG_DTYPE} {dtype.name}, its recipe makes {made.dtype.name}{not_cast(made.dtype, dtype)}"
@@ -225,7 +232,8 @@ def _permuted(one: Permuted, inner: Made) -> Made:
     axes = one.axes if one.axes is not None else tuple(reversed(range(len(inner.shape))))
     if len(axes) != len(inner.shape):
         raise RecipeError(f"{_short(one)}: {len(axes)} axes for a tensor of shape {list(inner.shape)}")
-    return Made(tuple(inner.shape[a] for a in axes), inner.dtype, [part.permuted(axes) for part in inner.parts])
+    shape = tuple(inner.shape[a] for a in axes)
+    return inner._replace(shape=shape, parts=[part.permuted(axes) for part in inner.parts])
 
 
 def _squeezed(one: Squeezed, inner: Made) -> Made:
@@ -240,7 +248,7 @@ def _squeezed(one: Squeezed, inner: Made) -> Made:
         part._replace(axes=without(part.axes), place=Box(without(part.place.offset), without(part.place.shape)))
         for part in inner.parts
     ]
-    return Made(without(inner.shape), inner.dtype, parts)
+    return inner._replace(shape=without(inner.shape), parts=parts)
 
 
 def _unsqueezed(one: Unsqueezed, inner: Made) -> Made:
@@ -255,7 +263,7 @@ def _unsqueezed(one: Unsqueezed, inner: Made) -> Made:
         )
         for part in inner.parts
     ]
-    return Made(with_one(inner.shape, 1), inner.dtype, parts)
+    return inner._replace(shape=with_one(inner.shape, 1), parts=parts)
 
 
 def _window(one: Sliced, shape: Sequence[int]) -> Box:
@@ -292,7 +300,7 @@ def _share(one: SplitPart, shape: Sequence[int]) -> Box:
 def _cut(inner: Made, window: Box) -> Made:
     found = (part.within(window) for part in inner.parts)
     parts = [part._replace(place=part.place.relative_to(window.offset)) for part in found if part is not None]
-    return Made(window.shape, inner.dtype, parts)
+    return inner._replace(shape=window.shape, parts=parts)
 
 
 def _joined(one: Concat, inner: Sequence[Made]) -> Made:
@@ -314,7 +322,7 @@ def _joined(one: Concat, inner: Sequence[Made]) -> Made:
         parts += [each.moved(axis, length) for each in made.parts]
         length += made.shape[axis]
     shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
-    return Made(shape, first.dtype, parts)
+    return Made(shape, first.dtype, parts, any(made.cast for made in inner))
 
 
 def _converted(one: Cast, inner: Made, find: Callable[[str], SourceTensor]) -> Made:
@@ -329,7 +337,7 @@ def _converted(one: Cast, inner: Made, find: Callable[[str], SourceTensor]) -> M
             raise RecipeError(
                 f"{_short(one)}: a cast from {before.name} by way of {inner.dtype.name} would round twice"
             )
-    return Made(inner.shape, dtype, [part._replace(dtype=dtype.name) for part in inner.parts])
+    return Made(inner.shape, dtype, [part._replace(dtype=dtype.name) for part in inner.parts], cast=True)
 
 
 def _is_exact(stored: DType, wanted: DType) -> bool:

@@ -130,6 +130,28 @@ def test_dtype_converts_what_no_recipe_casts(tmp_path: Path, monkeypatch: pytest
     assert same_bits(found["both"], np.concatenate([SAVED["half"].astype("float32"), SAVED["k"]]))
 
 
+@pytest.mark.parametrize("dtype", [None, "float64"])
+def test_a_cast_of_what_has_no_elements_counts_as_any_other(tmp_path: Path, dtype: str | None) -> None:
+    save_alone({"none": np.zeros((0, 3), "float32"), "some": make_array((2, 3))}, tmp_path / "ckpt")
+    recipes = {
+        "cast": stored("none").cast("float16"),
+        "further": concat(stored("none").cast("float16")[:0].T, stored("none").T.cast("float16"), axis=1).unsqueeze(0),
+        "cut": stored("some").cast("float16")[1:1],
+        "joined": concat(stored("none").cast("float32"), stored("some")),  # all that is in it is as it was stored
+        "plain": stored("none").T,
+    }
+    export(tmp_path / "ckpt", tmp_path / "out", keys=list(recipes), dtype=dtype, options=options(recipes))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    plain = dtype or "float32"
+    assert {key: (array.dtype.name, array.shape) for key, array in found.items()} == {
+        "cast": ("float16", (0, 3)),
+        "further": ("float16", (1, 3, 0)),
+        "cut": ("float16", (0, 3)),
+        "joined": (plain, (2, 3)),
+        "plain": (plain, (3, 0)),
+    }
+
+
 def test_a_value_that_a_cast_cannot_hold_is_an_error(tmp_path: Path) -> None:
     save_alone({"x": np.full((2, 3), 1e30, "float32")}, tmp_path / "ckpt")
     with pytest.raises(UnsupportedValueError, match="y: a finite float32 value is too large for float16"):

@@ -269,6 +269,7 @@ def test_casts(folder: Path, tmp_path: Path) -> None:
         (stored("k").cast("int32"), (4, 6), "int32", False, ["stored('k').cast('int32')", "not done"]),
         (stored("k").cast("float99"), (4, 6), "float32", False, ["no such dtype"]),
         (stored("k").cast("float64"), (4, 6), "float32", True, ["casts to float64, and not to float32"]),
+        (stored("none").cast("float64"), (0, 6), "float32", True, ["casts to float64, and not to float32"]),
         (stored("k").cast("float16").cast("float32"), (4, 6), "float32", True, ["by way of float16"]),
         (concat(stored("k"), stored("half")), (8, 6), "float32", True, ["stored('half') has dtype bfloat16"]),
         (stored("gone"), (4, 6), "float32", False, ["x: ", "made of gone", "missing"]),
