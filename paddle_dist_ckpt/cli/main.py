@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import resource
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -102,10 +103,12 @@ def _told(debug: Any) -> Iterator[None]:
     except (KeyboardInterrupt, typer.Abort):
         _try(lambda: typer.echo("interrupted", err=True), sys.stderr)
         raise typer.Exit(130) from None
-    except BrokenPipeError:  # who read the output wants no more of it
-        _silence(sys.stdout)
-        raise typer.Exit(141) from None
     except Exception as error:
+        unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
+        if isinstance(error, BrokenPipeError) and unread:  # or it is a storage's
+            for stream in unread:
+                _silence(stream)
+            raise typer.Exit(141) from None
         if hasattr(error, "show"):  # wrong use, which typer explains
             _try(error.show, sys.stderr)
         elif hasattr(error, "exit_code"):
@@ -124,6 +127,16 @@ def _try(write: Callable[[], object], stream: Any) -> None:
         write()
     except OSError:
         _silence(stream)
+
+
+def _is_unread(stream: Any) -> bool:
+    """Whether a stream is a pipe, or a connection, whose reader wants no more of it."""
+    try:
+        waiting = select.poll()
+        waiting.register(stream, 0)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in waiting.poll(0))
+    except (OSError, ValueError, TypeError, AttributeError):  # it is none of these, or was closed from the start
+        return False
 
 
 def _silence(stream: Any) -> None:

@@ -175,6 +175,27 @@ def test_the_exit_code_does_not_depend_on_whether_anything_can_be_said(tmp_path:
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
 
 
+@pytest.mark.parametrize("output", ["stdout", "stderr"])
+def test_a_broken_pipe_of_a_storage_is_an_error_as_others(tmp_path: Path, output: str) -> None:
+    """That of a pipe in which nobody reads the output is not."""
+    program = (
+        "import errno\n"
+        "from paddle_dist_ckpt.storage import LocalStorage\n"
+        "def names(storage):\n    raise BrokenPipeError(errno.EPIPE, 'Broken pipe', storage.location)\n"
+        "LocalStorage.names = names\n"
+        "from paddle_dist_ckpt.cli.main import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program, "inspect", str(tmp_path)]
+    done = subprocess.run(command, env=env(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: Broken pipe: {tmp_path}\n")
+    end, start = os.pipe()
+    os.close(end)
+    unread = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, output: start}
+    assert subprocess.run(command, env=env(), timeout=120, **unread).returncode == 141
+    os.close(start)
+
+
 def test_nobody_has_to_read_the_help() -> None:
     end, start = os.pipe()
     os.close(end)
