@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 import unicodedata
 from collections.abc import Callable, Iterable
 
@@ -62,7 +63,10 @@ def escaped(text: str, escape: Callable[[str], str]) -> str:
 
 
 def is_made_visible(record: logging.LogRecord) -> bool:
-    """A filter of a logger, which lets each record pass, and has nothing in it that could look like another record."""
+    """A filter of a logger, which lets each record pass, and has nothing in it that could look like another record, nor
+    in its traceback."""
+    if isinstance(record.exc_info, tuple) and record.exc_info[1] is not None and not record.exc_text:
+        record.exc_text = visible_lines("".join(traceback.format_exception(*record.exc_info)).rstrip())
     try:
         text = record.getMessage()
     except Exception:  # its arguments do not fit: logging itself says so where it is written

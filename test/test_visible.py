@@ -69,6 +69,20 @@ def test_a_line_of_the_log_is_one(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.records[1].args == ("/data", 3)
 
 
+def test_a_traceback_in_the_log_obeys_nothing_and_forges_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Errors of others have their texts as they are, such as a key of a dict or a name of a file."""
+    logger = logging.getLogger("paddle_dist_ckpt")
+    try:
+        raise LookupError(EVIL)
+    except LookupError:
+        logger.exception("failed")
+    logger.error("failed", exc_info=True)  # by what there is no error of
+    lines = caplog.text.splitlines()
+    assert [line for line in lines if not line.startswith("    ")][1:2] == ["Traceback (most recent call last):"]
+    assert "\n".join(lines).count("\n    LookupError: \\x1b]0;owned\\x07\\u202e\n    2026-03-01 ERROR forged") == 1
+    assert not any(hidden in caplog.text for hidden in "\x1b\x07\u202e")
+
+
 def test_a_record_whose_arguments_do_not_fit_is_left_to_logging() -> None:
     record = logging.LogRecord("paddle_dist_ckpt", logging.WARNING, "", 0, "%d", ("a",), None)
     assert is_made_visible(record)
