@@ -39,6 +39,7 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 LINGER_SECONDS = 5.0
 _LINGER_STEP = 0.005
 _LATER = 1.0
+_WARNING_EVERY = 60.0
 
 
 class Port(ABC):
@@ -54,6 +55,7 @@ class Port(ABC):
         self._blocked: set[Connection] = set()
         self._knocked = False  # somebody who is no connection yet
         self._tolerated: float | None = None
+        self._warned: dict[int, tuple[float, int]] = {}  # by rank: until when nothing is said, and how often it was not
 
     @property
     @abstractmethod
@@ -133,9 +135,16 @@ class Port(ABC):
             board.deliver(connection.rank, message, payload)
 
     def _warn(self, connection: Connection, error: Exception) -> None:
-        """What a rank has sent makes no sense: end the connection, lest something be missed."""
-        _logger.warning("the control connection to rank %d is closed: %s", connection.rank, error)
+        """What a rank has sent makes no sense: end the connection, lest something be missed. It may connect again at
+        once, and send as little sense."""
         connection.ended = True
+        now, (due, unsaid) = time.monotonic(), self._warned.get(connection.rank, (0.0, 0))
+        if now < due:
+            self._warned[connection.rank] = due, unsaid + 1
+            return
+        self._warned[connection.rank] = now + _WARNING_EVERY, 0
+        more = f" (and was {unsaid} times since the last such warning)" if unsaid else ""
+        _logger.warning("the control connection to rank %d is closed: %s%s", connection.rank, error, more)
 
     def _send_over(self, connection: Connection, message: Message, payload: bytes) -> None:
         connection.send(wire.encode(message), payload)

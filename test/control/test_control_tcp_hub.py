@@ -95,6 +95,31 @@ def test_nonsense_from_a_member_ends_its_connection(hubs: list[TcpHub], caplog: 
     until(lambda: both(hubs) == [b"0", b"1"], PATIENCE, "a round over a new connection")
 
 
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_warning_of_nonsense_comes_once_a_minute(
+    hubs: list[TcpHub], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sender: int
+) -> None:
+    """On both sides, of each rank."""
+
+    def nonsense() -> None:
+        until(lambda: both(hubs) == [b"0", b"1"], PATIENCE, "a round over a new connection")
+        with hubs[sender].changed:
+            (connection,) = hubs[sender]._port.connections
+            connection.send(b"\xc1", b"")
+        until(lambda: connection not in hubs[sender]._port.connections, PATIENCE, "its end")
+
+    def said() -> list[str]:
+        return [line for line in caplog.messages if line.startswith(f"the control connection to rank {sender} is ")]
+
+    for _ in range(4):
+        nonsense()
+    assert len(said()) == 1
+    monkeypatch.setattr(hubs[1 - sender]._port, "_warned", {sender: (0.0, 3)})  # as a minute later
+    nonsense()
+    assert len(said()) == 2
+    assert said()[1] == f"{said()[0]} (and was 3 times since the last such warning)"
+
+
 def test_a_session_of_a_number_after_which_none_can_come_ends_the_connection(hubs: list[TcpHub]) -> None:
     assert both(hubs) == [b"0", b"1"]
     with hubs[1].changed:
