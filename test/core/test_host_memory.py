@@ -49,6 +49,9 @@ def made(folder: Path, files: dict[str, str]) -> Path:
         ({name: text for name, text in VERSION_1.items() if name != "proc/meminfo"}, GIB + 4096 + 8192),
         ({**VERSION_2, f"{JOB}/memory.current": f"{9 * GIB}"}, 0),
         ({**VERSION_2, f"{JOB}/memory.max": "max"}, 8 * GIB),
+        ({**VERSION_2, f"{JOB}/memory.high": f"{3 * GIB + 1}"}, GIB // 2 + 4096 + 1),
+        ({**VERSION_2, f"{JOB}/memory.max": "max", f"{JOB}/memory.high": f"{4 * GIB}"}, GIB * 3 // 2 + 4096),
+        ({**VERSION_2, f"{JOB}/memory.high": "max"}, GIB * 3 // 2 + 4096),
         (
             {name.replace("pod", "作业"): text.replace("pod", "作业") for name, text in VERSION_2.items()},
             GIB * 3 // 2 + 4096,
@@ -67,6 +70,9 @@ def made(folder: Path, files: dict[str, str]) -> Path:
         "no word of the host",
         "more than may be",
         "max",
+        "high",
+        "high alone",
+        "no high",
         "a name",
         "-",
         "?",
@@ -86,6 +92,22 @@ def test_a_container_that_sees_its_own_group_where_all_would_be(
     inside = {name: text for name, text in files.items() if name.startswith("proc/")}
     inside |= dict(zip([f"{group}/{name}" for name in names], (f"{3 * GIB}", f"{GIB}"), strict=True))
     assert free_memory(made(tmp_path, inside)) == 2 * GIB
+
+
+@pytest.mark.parametrize("group", ["sys/fs/cgroup", OLD], ids=["version 2", "version 1"])
+@pytest.mark.parametrize("child", ["job", ""])
+def test_a_group_in_a_container_that_is_told_its_path_on_the_host(tmp_path: Path, group: str, child: str) -> None:
+    """As where there is no namespace of groups: what is mounted is the container's group, and so are paths below it."""
+    names = ("memory.max", "memory.current") if group != OLD else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    told, version = f"/docker/5f/{child}", "0:" if group != OLD else "4:hugetlb,memory"
+    inside = {
+        "proc/self/cgroup": f"{version}:{told.rstrip('/')}\n",
+        "proc/self/mountinfo": "25 1 0:22 / /sys rw - sysfs sysfs rw\nnonsense\n\n"
+        f"36 25 98:0 /docker/5f /{group} ro,nosuid - cgroup cgroup rw,memory\n",
+    }
+    for limit, folder in ((3 * GIB, group), (2 * GIB, f"{group}/job"), (1, f"{group}/docker/5f/job")):
+        inside |= dict(zip([f"{folder}/{name}" for name in names], (f"{limit}", f"{GIB}"), strict=True))
+    assert free_memory(made(tmp_path, inside)) == (GIB if child else 2 * GIB)
 
 
 def test_of_this_host() -> None:
