@@ -145,7 +145,7 @@ class RankFiles:
         if bound is not None:
             return bound
         room = self._context.memory.snapshot_room(nbytes, ranks)
-        if room < nbytes:
+        if room < nbytes and self._context.memory.is_news_of_room(1 - room / nbytes):
             _logger.warning(
                 "%s: of %s bytes that are saved in the background, %s are written before the call returns: a copy of "
                 "them has no room in the memory that is free for the ranks of this host (%d)",

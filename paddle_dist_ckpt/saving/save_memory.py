@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ Allocate = Callable[[int], Bytes1D]
 _MOST_KEPT = 4  # states that are saved in turns, a model and its optimizer say, and their plans
 _SHARE = 0.9  # of the free memory that snapshots may take, for training may need some more
 _WORTH_IT = 1.25  # so many times what is kept: for less more, it is not worth to have each page made anew
+_MUCH_MORE = 0.1  # of a snapshot
+_SAID_AGAIN = 600.0  # seconds
 _MOST_ENTRIES = 1 << 18  # of a state or plan that is kept beside the latest one: larger ones would take much memory
 
 
@@ -59,6 +62,7 @@ class SaveMemory:
     _buffer_is_fast: bool = False
     _touching: Touching | None = None
     _windows: dict[int, Buffers] = field(default_factory=dict)  # by their count
+    _said_of_room: tuple[float, float] = (0.0, 0.0)  # what share of a snapshot has none, and until when that will do
 
     @contextmanager
     def take_turn(self, ticket: Ticket, may_wait: bool, check: Callable[[], None]) -> Iterator[None]:
@@ -145,6 +149,15 @@ class SaveMemory:
             return nbytes
         room = int(_SHARE * (kept + free / ranks))
         return min(nbytes, room) if room >= min(nbytes, _WORTH_IT * kept) else kept
+
+    def is_news_of_room(self, lacking: float) -> bool:
+        """Whether to say that this share of a snapshot has no room: for the first time, if it is much more than was
+        said, or now and then. What is free changes a little from save to save."""
+        said, until = self._said_of_room
+        is_news = lacking > said + _MUCH_MORE or time.monotonic() >= until
+        if is_news:
+            self._said_of_room = lacking, time.monotonic() + _SAID_AGAIN
+        return is_news
 
     def snapshot_buffer(self, nbytes: int, allocate: Allocate | None = None) -> Bytes1D:
         """Memory for a snapshot: the same again while it is large enough, so that its pages are there already.

@@ -14,6 +14,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -443,6 +444,29 @@ def test_a_snapshot_takes_no_more_than_the_host_can_give(
     for line in said:
         assert f": of {each:,} bytes that are saved in the background, {each - room:,} are written before" in line
         assert line.endswith("the memory that is free for the ranks of this host (2)")
+
+
+def test_that_a_snapshot_has_no_room_is_said_again_only_if_there_is_much_less_or_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    size, clock = 1 << 20, [1000.0]
+    monkeypatch.setattr("paddle_dist_ckpt.saving.save_memory.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(SaveMemory, "snapshot_room", lambda memory, nbytes, ranks: int(size * room[0]))
+    room = [1.0]
+
+    def work(rank: SimulatedRank) -> list[int]:
+        said = []
+        for seconds, share in [(0, 1), (0, 0.5), (9, 0.5), (9, 0.41), (9, 0.9), (9, 1), (9, 0.5), (9, 0.39), (9, 0.3)]:
+            clock[0] += seconds
+            room[0] = share
+            caplog.clear()
+            rank.save_in_background({"w": np.zeros(size, "uint8")}, tmp_path, 0, options()).result(LONG)
+            said.append(sum("has no room" in line for line in caplog.messages))
+        clock[0] += 600
+        rank.save_in_background({"w": np.zeros(size, "uint8")}, tmp_path, 0, options()).result(LONG)
+        return [*said, sum("has no room" in line for line in caplog.messages)]
+
+    assert job(1, work) == [[0, 1, 0, 0, 0, 0, 0, 1, 0, 1]]
 
 
 def test_the_memory_that_is_kept_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
