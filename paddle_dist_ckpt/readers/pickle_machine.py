@@ -33,6 +33,7 @@ _MOST_MARKS = 10_000
 _MOST_KEY, _MOST_NUMBERS = 16, 2  # parts of a tuple that is a key, and those whose hash does not change by the run
 _HASHED = range(-(2**60), 2**60)  # larger integers may be made to have one hash
 _HASHED_WITHIN = range(-(2**31), 2**31)  # and so may tuples of integers that are not this small and few
+_SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # of floats between these a dozen may have one hash, and of all some hundred
 _BYTES_OF_STEP = 10  # of a text: its bytes on the disk are worth as much, and in a hole there are none
 _STEPS_OF_DICT, _STEPS_OF_LARGE = 10, 6  # of a dict that gets its first entry, of each item of a large one
 _STEPS_OF_LINE, _STEPS_OF_POP, _STEPS_OF_BYTES = 8, 4, 5
@@ -373,6 +374,8 @@ def _key(value: Any, nested: bool = False) -> Any:
     if kind is str or kind is bool or value is None or isinstance(value, Built):
         return value
     if kind is int and value in (_HASHED_WITHIN if nested else _HASHED):
+        return value
+    if kind is float and not nested and (value == 0 or _SMALLEST < abs(value) < _LARGEST):
         return value
     if kind is Latin1:
         return str(value)

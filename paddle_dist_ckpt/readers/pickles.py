@@ -41,8 +41,8 @@ def walk(window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[A
 
     Returns:
         None, bool, int, float, str, :class:`.Latin1`, :class:`.Lying`, list, tuple, dict (with keys that are str, int,
-        bool, None, tuples of these, or :class:`.Built`), or what the table has and its functions gave. Containers may
-        contain themselves.
+        bool, None, tuples of these, float, or :class:`.Built`), or what the table has and its functions gave.
+        Containers may contain themselves.
 
     Raises:
         CheckpointCorruptedError: it is no pickle, or one that ends too early or does not fit together.

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from ..core.dtypes import DTYPES
 from .numpy_pickles import NUMPY
-from .pickle_machine import Built, Refused
+from .pickle_machine import Built, Lying, Refused
 
-__all__ = ["METADATA", "SAVED", "SavedTensor", "TorchDType", "TorchRecord", "storage_of"]
+__all__ = ["METADATA", "SAVED", "SavedBuffer", "SavedTensor", "TorchDType", "TorchRecord", "storage_of"]
 
 _MOST = 1 << 62  # elements, or bytes
 
@@ -72,6 +72,22 @@ class TorchRecord(Built):
         if type(self.state) is not dict:
             raise TypeError(f"{type(self.state).__name__} for a {self.kind}")
         return self.state.get(name)
+
+
+class SavedBuffer(Built):
+    """An `io.BytesIO`, as extensions of layers have their states: by what is in it."""
+
+    __slots__ = ("content",)
+
+    def __init__(self) -> None:
+        self.content = Lying(-1, 0, data=b"")
+
+    def build(self, state: Any) -> None:
+        """Take the state: the bytes, the position, and attributes of its own, which are none."""
+        content, position, more = state
+        if type(content) is not Lying or content.form == "text" or type(position) is not int or more is not None:
+            raise Refused("has a BytesIO of something else than bytes and a position")
+        self.content = content
 
 
 def storage_of(token: Any) -> Any:
@@ -203,6 +219,7 @@ SAVED: dict[str, Any] = {
     "torch._utils._rebuild_tensor_v2": _view,
     "torch._utils._rebuild_tensor_v3": _view_of_type,
     "torch._utils._rebuild_parameter": _parameter,
+    "_io.BytesIO": SavedBuffer,
 }
 """What a pickle of ``torch.save`` may name."""
 _DCP = "torch.distributed.checkpoint"

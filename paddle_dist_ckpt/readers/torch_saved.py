@@ -14,7 +14,7 @@ from .numpy_pickles import PickledArray
 from .orders import LyingArray, dense_axes
 from .pickle_machine import ENDURED, Latin1, Lying, Refused
 from .pickles import walk
-from .torch_pickles import SAVED, SavedTensor, TorchDType, storage_of
+from .torch_pickles import SAVED, SavedBuffer, SavedTensor, TorchDType, storage_of
 from .torch_zip import TorchZip, ZipMember
 
 __all__ = ["PlacedTensor", "SavedLeaf", "SavedReader", "torch_dtype"]
@@ -134,8 +134,8 @@ class _PlainValue:
             return str(value)
         if kind is SavedTensor:
             return self._placed(value)
-        if kind is Lying:
-            return self._bytes(value)
+        if kind is Lying or kind is SavedBuffer:
+            return self._bytes(value if kind is Lying else value.content)
         if depth >= _MOST_DEPTH:
             raise Refused(f"is nested deeper than {_MOST_DEPTH} levels")
         copy: Any

@@ -400,7 +400,10 @@ def _deep() -> Any:
         (_bomb(), "model.pdparams: what has been read so far takes more time and memory"),
         (_cycle(), "levels deep, or contains itself"),
         (_deep(), "levels deep, or contains itself"),
-        ({1.5: WEIGHT}, "a key that is float"),
+        ({1.5: WEIGHT}, "'x' has a key above an array that is neither str nor int"),
+        ({float("nan"): 1}, "a key that is float"),
+        ({2.0**61: 1}, "a key that is float"),
+        ({(1.5,): 1}, "a key that is float"),
         ({None: WEIGHT}, "'x' has a key above an array that is neither str nor int"),
         ({1, 2}, "has a set"),
         (slice(1), "builtins.slice"),
@@ -422,10 +425,16 @@ def test_what_cannot_be_held_is_refused_by_name(value: Any, message: str | None,
             read_one(tmp_path, {"x": value})
 
 
-@pytest.mark.parametrize("state", [{None: 1}, {(1, 2): 3, "a": 4}, {True: WEIGHT}])
+@pytest.mark.parametrize("state", [{None: 1}, {(1, 2): 3, "a": 4}, {True: WEIGHT}, {0.5: 1}])
 def test_keys_that_cannot_be_held_are_refused_at_the_top_as_well(state: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedValueError, match="^model.pdparams is a dict with a key that is neither"):
         read_one(tmp_path, state)
+
+
+def test_a_value_may_have_floats_for_keys(tmp_path: Path) -> None:
+    value = {0.0: "zero", -1e-18: 1, 0.5: [2], 1e18: {0.1: None}}
+    catalog = read_one(tmp_path, {"w": WEIGHT, "x": value})
+    assert catalog.values == [(("x",), value)]
 
 
 def test_tuples_of_arrays_have_paths(tmp_path: Path) -> None:

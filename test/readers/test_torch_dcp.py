@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import random
 import re
 import zipfile
@@ -249,6 +251,26 @@ def test_a_checksum_of_zero_is_none(tmp_path: Path) -> None:
     assert read(tmp_path, writer).checksums == []
 
 
+def as_torch_pickles(content: bytes) -> bytes:
+    """What ``torch.save`` has of a BytesIO that was read to some place: a pickle of protocol 2."""
+    buffer = io.BytesIO(content)
+    buffer.read(2)
+    return pickle.dumps(buffer, 2)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", bytes(range(256)), b"\xff" * 100_000], ids=len)
+def test_what_is_in_a_bytes_io_is_read_as_bytes(tmp_path: Path, content: bytes) -> None:
+    """As TransformerEngine has the extra state of a layer."""
+    writer = DCPWriter()
+    writer.tensors["layer._extra_state"] = writer.record("BytesStorageMetadata")
+    writer.put("layer._extra_state", None, saved(None, pickle=as_torch_pickles(content)))
+    empty = Call(Global("_io", "BytesIO"))
+    writer.add_value("v", {"state": [empty, Call(Global("_io", "BytesIO"), (), (b"in a list", 0, None))]})
+    catalog = read(tmp_path, writer)
+    assert catalog.left_out == []
+    assert catalog.values == [(("layer._extra_state",), content), (("v", "state"), [b"", b"in a list"])]
+
+
 # -- what is not read
 
 
@@ -323,6 +345,9 @@ def test_what_cannot_be_held_is_named(make: Callable[[DCPWriter], None], message
         (Call(Global("os", "system"), ("x",)), "'v': .*asks for os.system"),
         (Call(Global("_codecs", "encode"), ("x", "rot13")), "'v': .*another encoding"),
         (Call(Global("numpy.core.multiarray", "_reconstruct"), (), (1, (1,), None, False, b"x")), "a numpy array"),
+        (Call(Global("_io", "BytesIO"), (), (b"x", 0, {"a": 1})), "a BytesIO of something else"),
+        (Call(Global("_io", "BytesIO"), (), ("x", 0, None)), "a BytesIO of something else"),
+        (Call(Global("_io", "FileIO"), ("/etc/passwd",)), "'v': .*asks for _io.FileIO"),
         ({(1, 2): tensor("uint8", (1,))}, "'v' has tensors in a dict with a key"),
     ],
 )
