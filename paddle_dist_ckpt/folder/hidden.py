@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,7 +37,7 @@ class HiddenFolder:
         out: The place of the export.
         name: The folder's name beside it, which nobody else knows.
         folders: Opens local folders, and does what else is done to them.
-        source: The folder that is exported from, which may be such a folder itself and is not warned of.
+        source: The folder that is exported from, which may be such a folder itself, and is left alone.
         mode: The folder's mode, of which the umask takes something away.
 
     Raises:
@@ -50,14 +52,27 @@ class HiddenFolder:
         make = functools.partial(_make, self.path, mode)
         self._made = folders.run("making", self.path, make, lambda _: self.path.rmdir())
         try:
-            for dead in folders.run("listing", out.parent, lambda: _dead_ones(out, self.path, source)):
-                _logger.info("%s is removed: an export to %s that was killed has left it", dead.path, out)
-                folders.run("removing", dead.path, functools.partial(_remove, dead))
+            with suppress(OSError):  # they do not prevent this one
+                self._see_to_others(out, source)
             self._claim.publish(name.encode())
             self._claim.keep_fresh(lambda: None)
         except BaseException:
             self.remove()
             raise
+
+    def _see_to_others(self, out: Path, source: str) -> None:
+        """Remove what dead exports have left, and say which other hidden folders there are."""
+        now = self._folders.run("a look at", self.path, functools.partial(_time_of, self.path))
+        others = functools.partial(_hidden_folders, out, (self.path, source))
+        for hidden in self._folders.run("listing", out.parent, others):
+            if self._folders.run("removing", hidden, functools.partial(_remove_if_dead, hidden, now)):
+                _logger.info("%s is removed: an export to %s that was killed has left it", hidden, out)
+            else:
+                _logger.warning(
+                    "%s: another export to %s goes on, or was killed and has left it behind; if so, remove it",
+                    hidden,
+                    out,
+                )
 
     def check_held(self) -> None:
         """See that nobody has taken this process, which was silent, for dead, and has removed the folder.
@@ -99,40 +114,28 @@ def _remove(folder: MadeFolder) -> None:
         _logger.warning("%s is left of an export, and can be removed", left)
 
 
-def _dead_ones(out: Path, own: Path, source: str) -> list[MadeFolder]:
-    """The hidden folders that dead exports to a place have left; says which others there are.
-
-    Args:
-        out: The place.
-        own: This export's, which tells the time.
-        source: The folder that is exported from.
-    """
-    dead: list[MadeFolder] = []
-    starts = (f".{out.name}.export-", f".{out.name}.state-")
-    with suppress(OSError):
-        clock = LocalStorage(own)
-        clock.touch(".")  # as claims are dated
-        now = clock.modified(".")
-        for hidden in sorted(entry for entry in out.parent.iterdir() if entry.name.startswith(starts)):
-            if hidden == own:
-                continue
-            found = _left_by_dead(hidden, now)
-            if found is not None:
-                dead.append(found)
-            elif str(hidden) != source:
-                _logger.warning(
-                    "%s: another export to %s goes on, or was killed and has left it behind; if so, remove it",
-                    hidden,
-                    out,
-                )
-    return dead
+def _time_of(folder: Path) -> float:
+    """The time by the clock of the folder's filesystem, told as claims are dated."""
+    storage = LocalStorage(folder)
+    storage.touch(".")
+    return storage.modified(".")
 
 
-def _left_by_dead(hidden: Path, now: float) -> MadeFolder | None:
-    """A folder, if it is a hidden one as these are, and its claim has expired."""
+def _hidden_folders(out: Path, spared: Iterable[str | Path]) -> list[Path]:
+    """The hidden folders of exports to a place, but for these."""
+    starts, own = (f".{out.name}.export-", f".{out.name}.state-"), set(map(os.path.realpath, spared))
+    found = [entry for entry in out.parent.iterdir() if entry.name.startswith(starts)]
+    return sorted(entry for entry in found if os.path.realpath(entry) not in own)
+
+
+def _remove_if_dead(hidden: Path, now: float) -> bool:
+    """Remove a folder if it is a hidden one as these are, and its claim has expired; returns whether it is."""
     try:
         folder, storage = MadeFolder(hidden, is_new=False), LocalStorage(hidden)
         is_one = storage.read(_CLAIM, MOST_CLAIM_BYTES) == hidden.name.removesuffix(_GONE).encode()
-        return folder if is_one and is_expired(storage, _CLAIM, now) else None
+        if not (is_one and is_expired(storage, _CLAIM, now)):
+            return False
     except OSError:
-        return None
+        return False
+    _remove(folder)
+    return True

@@ -390,6 +390,18 @@ def test_what_a_killed_export_left_is_named(tmp_path: Path, caplog: pytest.LogCa
     assert not caplog.records
 
 
+def test_the_folder_that_is_exported_from_is_not_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where somebody saves what a killed export of a state_dict has left, by whatever path."""
+    hidden = left_of(tmp_path, ".out.state-01", 330)
+    (hidden / "model.safetensors").unlink()
+    saved(hidden)
+    before = files_in(hidden)
+    (tmp_path / "link").symlink_to(tmp_path)
+    export(tmp_path / "link" / hidden.name, tmp_path / "out")
+    assert files_in(hidden) == before
+    assert not caplog.records
+
+
 def left_of(folder: Path, name: str, age: float, *, claim: str | None = None) -> Path:
     """What a killed export has left: one whose claim was refreshed so many seconds ago."""
     path = folder / name
