@@ -426,7 +426,7 @@ def test_what_a_killed_export_left_is_removed_when_its_claim_has_expired(
     elsewhere = left_of(tmp_path, "elsewhere", 330, claim=".out.export-08")
     (tmp_path / ".out.export-08").symlink_to(elsewhere)
     before = [files_in(folder) for folder in (*alive, elsewhere)]
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "paddle_dist_ckpt"):
         export(tmp_path / "ckpt", tmp_path / "out", format=format)
     assert not any(map(os.path.lexists, dead))
     assert [files_in(folder) for folder in (*alive, elsewhere)] == before
