@@ -12,15 +12,23 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
+from paddle_dist_ckpt.core.tensors import Identity
 from paddle_dist_ckpt.paddle_adapter import PaddleAdapter
 from test.paddle.tensors import from_local
-from test.paddle.test_identity_dist import identity_of
 
 
 def tensors() -> list[Any]:
     mesh = dist.ProcessMesh([0], dim_names=["x"])
     plain = [paddle.arange(12, dtype="float32").reshape([3, 4]) for _ in range(2)]
     return [*plain, from_local(paddle.ones([4, 4]), [4, 4], mesh, [dist.Shard(0)])]
+
+
+def identity_of(values: list[Any]) -> Identity:
+    adapter = PaddleAdapter(0)
+    addresses = [address for value in values for address in adapter.view(value, "/t").addresses]
+    found = adapter.identity(values, addresses)
+    assert found is not None
+    return found
 
 
 def test_untouched_and_updated_tensors_are_the_same() -> None:
