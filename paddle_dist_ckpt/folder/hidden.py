@@ -54,7 +54,7 @@ class HiddenFolder:
         try:
             with suppress(OSError):  # they do not prevent this one
                 self._see_to_others(out, source)
-            self._claim.publish(name.encode())
+            self._claim.publish(os.fsencode(name))
             self._claim.keep_fresh(lambda: None)
         except BaseException:
             self.remove()
@@ -65,12 +65,13 @@ class HiddenFolder:
         now = self._folders.run("a look at", self.path, functools.partial(_time_of, self.path))
         others = functools.partial(_hidden_folders, out, (self.path, source))
         for hidden in self._folders.run("listing", out.parent, others):
-            if self._folders.run("removing", hidden, functools.partial(_remove_if_dead, hidden, now)):
+            left = self._folders.run("removing", hidden, functools.partial(_without_dead, hidden, now))
+            if left is None:
                 _logger.info("%s is removed: an export to %s that was killed has left it", hidden, out)
             else:
                 _logger.warning(
                     "%s: another export to %s goes on, or was killed and has left it behind; if so, remove it",
-                    hidden,
+                    left,
                     out,
                 )
 
@@ -94,7 +95,7 @@ class HiddenFolder:
 
 def is_seen(storage: Storage) -> bool:
     """Whether this rank sees the hidden folder that another one has made and named so."""
-    name = Path(storage.location).name.encode()
+    name = os.fsencode(Path(storage.location).name)
     with suppress(FileNotFoundError):
         return storage.read(_CLAIM, len(name) + 1) == name
     return False
@@ -106,10 +107,13 @@ def _make(path: Path, mode: int) -> MadeFolder:
     return MadeFolder(path)
 
 
+def _aside(hidden: Path) -> Path:
+    """The name under which it is removed, so that a rank that has not heard of a failure yet makes no file in it."""
+    return hidden if hidden.name.endswith(_GONE) else hidden.with_name(hidden.name + _GONE)
+
+
 def _remove(folder: MadeFolder) -> None:
-    # Under another name, so that a rank that has not heard of a failure yet makes no file in it meanwhile.
-    path = folder.path
-    left = folder.remove(path if path.name.endswith(_GONE) else path.with_name(path.name + _GONE))
+    left = folder.remove(_aside(folder.path))
     if left is not None:
         _logger.warning("%s is left of an export, and can be removed", left)
 
@@ -128,14 +132,13 @@ def _hidden_folders(out: Path, spared: Iterable[str | Path]) -> list[Path]:
     return sorted(entry for entry in found if os.path.realpath(entry) not in own)
 
 
-def _remove_if_dead(hidden: Path, now: float) -> bool:
-    """Remove a folder if it is a hidden one as these are, and its claim has expired; returns whether it is."""
+def _without_dead(hidden: Path, now: float) -> Path | None:
+    """Remove a folder if it is a hidden one as these are, and its claim has expired; returns what is left of it."""
     try:
         folder, storage = MadeFolder(hidden, is_new=False), LocalStorage(hidden)
-        is_one = storage.read(_CLAIM, MOST_CLAIM_BYTES) == hidden.name.removesuffix(_GONE).encode()
+        is_one = storage.read(_CLAIM, MOST_CLAIM_BYTES) == os.fsencode(hidden.name.removesuffix(_GONE))
         if not (is_one and is_expired(storage, _CLAIM, now)):
-            return False
+            return hidden
     except OSError:
-        return False
-    _remove(folder)
-    return True
+        return hidden
+    return folder.remove(_aside(hidden))

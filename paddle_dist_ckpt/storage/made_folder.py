@@ -33,7 +33,7 @@ class MadeFolder:
     """
 
     def __init__(self, path: Path, is_new: bool = True) -> None:
-        self.path = path
+        self.path, self._is_new = path, is_new
         try:
             with about(path), _opened(path) as descriptor:
                 status = os.fstat(descriptor)
@@ -49,6 +49,9 @@ class MadeFolder:
     def remove(self, aside: Path | None = None) -> Path | None:
         """Remove it with its files, as far as that can be done. If another folder has its name by now, that stays.
 
+        Nor is anything removed of one that has another name by now, or, if another process has made it, that cannot be
+        given one: that process may live, and be about to give it the name under which it is to stay.
+
         Args:
             aside: A name to give it before, so that nobody who knows the other one makes a file in it meanwhile.
 
@@ -62,9 +65,12 @@ class MadeFolder:
                 _logger.warning("%s is another folder than the one that was made there, so it stays", self.path)
                 return None
             if aside is not None:
-                with suppress(OSError):  # the name may be too long
+                try:
                     rename(self.path, aside)
                     name = aside
+                except OSError as error:  # the name may be too long
+                    if not self._is_new or isinstance(error, FileNotFoundError):
+                        raise
             # IMPORTANT: by the descriptor, which is this folder's whatever has its name by now. Hidden files come last:
             # they tell whoever finds the rest, if this is killed, that it can be removed.
             for file in sorted(os.listdir(descriptor), key=lambda name: name.startswith(".")):

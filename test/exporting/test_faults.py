@@ -33,7 +33,7 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.exporting import export as export_module
 from paddle_dist_ckpt.exporting.export import export_checkpoint
 from paddle_dist_ckpt.exporting.formats import ExportRequest
-from paddle_dist_ckpt.storage import Folders, LocalStorage
+from paddle_dist_ckpt.storage import Folders, LocalStorage, made_folder
 from paddle_dist_ckpt.storage.made_folder import MadeFolder
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
 from test.jobs import (
@@ -436,6 +436,56 @@ def test_what_a_killed_export_left_is_removed_when_its_claim_has_expired(
         *alive[:2],
         tmp_path / ".out.export-08",
     ]
+
+
+def test_what_is_published_while_it_is_about_to_be_removed_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where an export that was silent for long goes on just after a later one has found its claim expired."""
+    saved(tmp_path / "ckpt")
+    hidden = left_of(tmp_path, ".out.export-01", 330)
+
+    def rename(source: Path, target: Path) -> None:
+        if source == hidden:
+            (hidden / ".claim").unlink()
+            plain(hidden, tmp_path / "out")
+        plain(source, target)
+
+    plain = made_folder.rename
+    monkeypatch.setattr(made_folder, "rename", rename)
+    with pytest.raises(ValueError, match="is there already"):
+        export(tmp_path / "ckpt", tmp_path / "out")
+    assert list(files_in(tmp_path / "out")) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("reason", ["its name is too long", "it may not be renamed"])
+def test_what_cannot_be_put_aside_of_a_dead_export_stays_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
+) -> None:
+    """For its process may go on, and publish it, while its files are removed."""
+    saved(tmp_path / "ckpt")
+    out = tmp_path / ("x" * 230 if reason == "its name is too long" else "out")
+    hidden = left_of(tmp_path, f".{out.name}.export-0123456789abcdef", 330)
+    before = files_in(hidden)
+
+    def rename(source: Path, target: Path) -> None:
+        if source == hidden and len(target.name) < 255:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(source))
+        plain(source, target)
+
+    plain = made_folder.rename
+    monkeypatch.setattr(made_folder, "rename", rename)
+    with caplog.at_level(logging.INFO, "paddle_dist_ckpt"):
+        export(tmp_path / "ckpt", out)
+    assert files_in(hidden) == before
+    assert [record.args[0] for record in caplog.records if record.args and "killed" in record.msg] == [hidden]
+
+
+def test_a_hidden_name_that_is_no_text_stops_no_export(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path / "ckpt")
+    left_of(tmp_path, os.fsdecode(b".out.export-\xff"), 330, claim="another")
+    export(tmp_path / "ckpt", tmp_path / "out")
+    assert "goes on, or was killed" in caplog.text
 
 
 def test_a_living_export_keeps_its_claim_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
