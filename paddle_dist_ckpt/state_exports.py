@@ -31,16 +31,19 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 
 
 def export_state_with(
-    ranks: Ranks, state_dict: dict[Any, Any], request: ExportRequest, options: SaveOptions
+    ranks: Ranks, state_dict: dict[Any, Any], request: ExportRequest, options: SaveOptions, source: str = ""
 ) -> ExportReport:
-    """Export a state_dict together with other ranks. See :func:`paddle_dist_ckpt.export_state_dict`."""
-    with _hidden_folder(ranks, request, options) as hidden:
+    """Export a state_dict together with other ranks. See :func:`paddle_dist_ckpt.export_state_dict`.
+
+    ``source`` is the folder that it was loaded from, if it was.
+    """
+    with _hidden_folder(ranks, request, options, source) as hidden:
         save_with(ranks, paddles(ranks, state_dict), hidden, 0, False, options)
         return export_with(ranks, hidden, request, LoadOptions(**_shared(options)))
 
 
 @contextmanager
-def _hidden_folder(ranks: Ranks, request: ExportRequest, options: SaveOptions) -> Iterator[str]:
+def _hidden_folder(ranks: Ranks, request: ExportRequest, options: SaveOptions, source: str) -> Iterator[str]:
     """A folder beside the place where the export is to be, made and removed by the coordinator; the same on all ranks.
 
     Raises:
@@ -50,7 +53,7 @@ def _hidden_folder(ranks: Ranks, request: ExportRequest, options: SaveOptions) -
 
     def place(messages: Mapping[int, bytes]) -> dict[int, bytes]:
         check_free(request, folders)
-        made.append(HiddenFolder(out, f".{out.name}.state-{secrets.token_hex(8)}", folders, mode=0o700))
+        made.append(HiddenFolder(out, f".{out.name}.state-{secrets.token_hex(8)}", folders, source, 0o700))
         return dict.fromkeys(messages, str(made[0].path).encode())
 
     with bounded_folders(options.progress_timeout, ranks.rank) as folders:
@@ -73,7 +76,7 @@ def export_filled_with(
     """
     from .paddle_adapter import PaddleAdapter
 
-    metadata, members, coordinator = _read_together(ranks, path, request, options)
+    metadata, source, members, coordinator = _read_together(ranks, path, request, options)
     stored, place = stored_tensors(metadata), "cpu" if offload else None
     asked = set(stored if request.keys is None else request.keys)
     keys = [key for key in stored if key in asked]
@@ -87,19 +90,19 @@ def export_filled_with(
     left = set(report.skipped_keys)
     state = {key: tensor for key, tensor in state.items() if key not in left}
     request = msgspec.structs.replace(request, keys=None, unique_id=None)
-    return export_state_with(ranks, state, request, SaveOptions(**_shared(options)))
+    return export_state_with(ranks, state, request, SaveOptions(**_shared(options)), source)
 
 
 def _read_together(
     ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions
-) -> tuple[Metadata, Sequence[int], int]:
+) -> tuple[Metadata, str, Sequence[int], int]:
     """What the checkpoint holds, which each rank reads for itself, when the place of the export is known to be free;
-    with the ranks that take part, and the coordinator."""
-    found: list[Metadata] = []
+    with its folder, the ranks that take part, and the coordinator."""
+    found: list[tuple[Metadata, str]] = []
 
     def read() -> bytes:
         with source_of(path, options, ranks.rank) as storage:
-            found.append(read_checkpoint(storage, request.unique_id))
+            found.append((read_checkpoint(storage, request.unique_id), storage.location))
         return b""
 
     def check(messages: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -112,7 +115,7 @@ def _read_together(
         bounded_folders(options.progress_timeout, ranks.rank) as folders,
     ):
         session.gather_scatter("read", read, check)
-    return found[0], session.ranks, session.coordinator
+    return *found[0], session.ranks, session.coordinator
 
 
 def _warn_of_new(options: LoadOptions, stored: Mapping[str, SourceTensor]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,13 +30,14 @@ class HiddenFolder:
     """A hidden folder that this process has made, until it is published or removed.
 
     What dead exports to the same place have left is removed first: its room may be needed. Of others there is a
-    warning.
+    warning. All stay where one of them is exported from: it may have been left by a killed export of a state_dict, and
+    be wanted yet; or this one's own, which has seen to the others.
 
     Args:
         out: The place of the export.
         name: The folder's name beside it, which nobody else knows.
         folders: Opens local folders, and does what else is done to them.
-        source: The folder that is exported from, which may be such a folder itself, and is left alone.
+        source: The folder that is exported from.
         mode: The folder's mode, of which the umask takes something away.
 
     Raises:
@@ -63,7 +63,7 @@ class HiddenFolder:
     def _see_to_others(self, out: Path, source: str) -> None:
         """Remove what dead exports have left, and say which other hidden folders there are."""
         now = self._folders.run("a look at", self.path, functools.partial(_time_of, self.path))
-        others = functools.partial(_hidden_folders, out, (self.path, source))
+        others = functools.partial(_hidden_folders, out, self.path, source)
         for hidden in self._folders.run("listing", out.parent, others):
             left = self._folders.run("removing", hidden, functools.partial(_without_dead, hidden, now))
             if left is None:
@@ -125,11 +125,11 @@ def _time_of(folder: Path) -> float:
     return storage.modified(".")
 
 
-def _hidden_folders(out: Path, spared: Iterable[str | Path]) -> list[Path]:
-    """The hidden folders of exports to a place, but for these."""
-    starts, own = (f".{out.name}.export-", f".{out.name}.state-"), set(map(os.path.realpath, spared))
-    found = [entry for entry in out.parent.iterdir() if entry.name.startswith(starts)]
-    return sorted(entry for entry in found if os.path.realpath(entry) not in own)
+def _hidden_folders(out: Path, own: Path, source: str) -> list[Path]:
+    """The hidden folders of exports to a place, but for the own one; none if one of them is the source."""
+    starts = (f".{out.name}.export-", f".{out.name}.state-")
+    found = [entry for entry in out.parent.iterdir() if entry.name.startswith(starts) and entry != own]
+    return [] if os.path.realpath(source) in map(os.path.realpath, found) else sorted(found)
 
 
 def _without_dead(hidden: Path, now: float) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from paddle_dist_ckpt import (
     read_metadata,
     save_state_dict,
     stored,
+    verify,
 )
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.loading.stored_tensors import stored_tensors
@@ -696,6 +698,20 @@ def test_a_merge_of_what_is_dropped_or_does_not_fit(tmp_path: Path) -> None:
             merge("dropped", "b^T -> a")
     assert set(load_merged_state_dict(tmp_path / "dropped")) == {"b"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dropped", "saved"]
+
+
+def test_a_merge_of_what_a_killed_export_has_left_does_not_remove_it(tmp_path: Path) -> None:
+    """It is all that there is, until the merge is done."""
+    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    hidden = tmp_path / ".merged.state-0123456789abcdef"
+    save_state_dict({"a": paddle.ones([2, 3])}, hidden)
+    (hidden / ".claim").write_text(hidden.name)
+    os.utime(hidden / ".claim", (1, 1))
+    with install():
+        home.merge_sharded_state_dict(hidden, tmp_path / "merged", aoa_config={"aoa_statements": ["a -> b", "b -> a"]})
+    assert set(load_merged_state_dict(tmp_path / "merged")) == {"a"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [hidden.name, "merged"]
+    assert verify(hidden).ok
 
 
 # -- other versions of Paddle ------------------------------------------------------------------------------------------

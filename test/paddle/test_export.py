@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from unittest import mock
 
@@ -9,7 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, export, load_merged_state_dict, stored, verify
+from paddle_dist_ckpt import LoadOptions, export, export_state_dict, load_merged_state_dict, stored, verify
 from test.exporting.test_safetensors import opened
 from test.jobs import save_alone
 from test.paddle import cases_export as cases
@@ -66,6 +67,17 @@ def test_a_live_state_dict_as_safetensors(pool: RankPool, tmp_path: Path, layout
     for name, array in cases.arrays().items():
         assert found[name].dtype.name == ("bfloat16" if name == "half" else "float32")
         np.testing.assert_array_equal(found[name].view(array.dtype), array, err_msg=name)
+
+
+def test_what_is_beside_a_live_state_dicts_place_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not by the export of the hidden checkpoint again, nor is that one."""
+    (tmp_path / ".out.export-0123456789abcdef").mkdir()
+    export_state_dict({"a": paddle.ones([2])}, tmp_path / "out")
+    assert [record.args[0] for record in caplog.records if record.levelno == logging.WARNING and record.args] == [
+        tmp_path / ".out.export-0123456789abcdef"
+    ]
 
 
 def test_a_file_for_paddle_load(pool: RankPool, tmp_path: Path) -> None:
