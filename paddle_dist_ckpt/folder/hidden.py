@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,7 +66,7 @@ class HiddenFolder:
         now = self._folders.run("a look at", self.path, functools.partial(_time_of, self.path))
         others = functools.partial(_hidden_folders, out, self.path, source)
         for hidden in self._folders.run("listing", out.parent, others):
-            left = self._folders.run("removing", hidden, functools.partial(_without_dead, hidden, now))
+            left = self._folders.run_each("removing", hidden, _removal_if_dead(hidden, now))
             if left is None:
                 _logger.info("%s is removed: an export to %s that was killed has left it", hidden, out)
             else:
@@ -132,7 +133,7 @@ def _hidden_folders(out: Path, own: Path, source: str) -> list[Path]:
     return [] if os.path.realpath(source) in map(os.path.realpath, found) else sorted(found)
 
 
-def _without_dead(hidden: Path, now: float) -> Path | None:
+def _removal_if_dead(hidden: Path, now: float) -> Generator[None, None, Path | None]:
     """Remove a folder if it is a hidden one as these are, and its claim has expired; returns what is left of it."""
     try:
         folder, storage = MadeFolder(hidden, is_new=False), LocalStorage(hidden)
@@ -141,4 +142,4 @@ def _without_dead(hidden: Path, now: float) -> Path | None:
             return hidden
     except OSError:
         return hidden
-    return folder.remove(_aside(hidden))
+    return (yield from folder.removal(_aside(hidden)))

@@ -8,7 +8,7 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,6 +109,19 @@ class Folders:
 
         result: T = self._helpers.run(StorageCall(f"{doing} {path}", begun, late, patient=final))
         return result
+
+    def run_each(self, doing: str, path: object, steps: Generator[None, None, T]) -> T:
+        """Do something step by step, each of which may take as long as one operation; returns what the last one does.
+
+        Raises:
+            CheckpointTimeoutError: see :meth:`run`.
+        """
+        while True:
+            try:
+                self.run(doing, path, functools.partial(next, steps))
+            except StopIteration as end:
+                result: T = end.value
+                return result
 
     def end_with(self, doing: str, path: object, work: Callable[[], None]) -> None:
         """Clean up: without waiting for that if something was given up before, or if it takes too long itself."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -58,6 +58,16 @@ class MadeFolder:
         Returns:
             What is left of it; None if nothing is.
         """
+        steps = self.removal(aside)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                left: Path | None = end.value
+                return left
+
+    def removal(self, aside: Path | None = None) -> Generator[None, None, Path | None]:
+        """The same in steps of one file each: a folder of many takes long, though none of them does."""
         name = self.path
         with suppress(OSError), _opened(self.path) as descriptor:
             status = os.fstat(descriptor)
@@ -76,6 +86,7 @@ class MadeFolder:
             for file in sorted(os.listdir(descriptor), key=lambda name: name.startswith(".")):
                 with suppress(OSError):
                     uninterrupted(os.unlink)(file, dir_fd=descriptor)
+                yield
             uninterrupted(os.rmdir)(name)  # which removes no folder that has something in it
         return name if os.path.lexists(name) else None
 

@@ -26,6 +26,7 @@ from paddle_dist_ckpt import (
     CheckpointError,
     CheckpointReplacedError,
     DurabilityUnknownError,
+    LoadOptions,
     RankFailureError,
     export,
     verify,
@@ -479,6 +480,25 @@ def test_what_cannot_be_put_aside_of_a_dead_export_stays_and_is_named(
         export(tmp_path / "ckpt", out)
     assert files_in(hidden) == before
     assert [record.args[0] for record in caplog.records if record.args and "killed" in record.msg] == [hidden]
+
+
+def test_many_files_of_a_dead_export_may_take_longer_to_remove_than_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "ckpt")
+    hidden = left_of(tmp_path, ".out.export-01", 330)
+    for i in range(3):
+        (hidden / f"{i}.safetensors").touch()
+
+    def unlink(file: Any, **more: Any) -> None:
+        if str(file).endswith(".safetensors"):
+            time.sleep(0.6)
+        plain(file, **more)
+
+    plain = os.unlink
+    replace_call(monkeypatch, "unlink", unlink)
+    export(tmp_path / "ckpt", tmp_path / "out", options=LoadOptions(progress_timeout=1.5))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
 
 
 def test_a_hidden_name_that_is_no_text_stops_no_export(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
