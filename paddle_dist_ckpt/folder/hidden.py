@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
@@ -128,8 +129,9 @@ def _time_of(folder: Path) -> float:
 
 def _hidden_folders(out: Path, own: Path, source: str) -> list[Path]:
     """The hidden folders of exports to a place, but for the own one; none if one of them is the source."""
-    starts = (f".{out.name}.export-", f".{out.name}.state-")
-    found = [entry for entry in out.parent.iterdir() if entry.name.startswith(starts) and entry != own]
+    # What has more in its name is of a place such as NAME.export-old.
+    hidden = re.compile(rf"\.{re.escape(out.name)}\.(export|state)-[^.]*({re.escape(_GONE)})?")
+    found = [entry for entry in out.parent.iterdir() if hidden.fullmatch(entry.name) and entry != own]
     return [] if os.path.realpath(source) in map(os.path.realpath, found) else sorted(found)
 
 

@@ -423,6 +423,7 @@ def test_what_a_killed_export_left_is_removed_when_its_claim_has_expired(
         left_of(tmp_path, ".out.export-04", 270),
         left_of(tmp_path, ".out.export-05", 330, claim=".out.export-06"),  # was given the name
         left_of(tmp_path, ".out2.export-07", 330),
+        left_of(tmp_path, ".out.export-old.export-08", 330),  # of one to out.export-old
     ]
     elsewhere = left_of(tmp_path, "elsewhere", 330, claim=".out.export-08")
     (tmp_path / ".out.export-08").symlink_to(elsewhere)
