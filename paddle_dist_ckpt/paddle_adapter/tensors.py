@@ -78,6 +78,7 @@ class PaddleAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         return isinstance(value, paddle.Tensor) or is_native_array(value) or is_sharded_weight(value)
 
+    # See :class:`..tree.state_dict.Adapter`. The entries of an optimizer are its accumulators.
     is_object = staticmethod(objects.is_object)
     is_defined_by_user = staticmethod(objects.is_defined_by_user)
     needs_all_entries = staticmethod(objects.needs_all_entries)
