@@ -42,6 +42,7 @@ from collections.abc import Callable
 from . import keys
 from .connection import Connection, tune
 from .keys import Handshake, Hello, Status
+from .telling import OnceAMinute
 
 __all__ = ["Gate"]
 
@@ -55,7 +56,6 @@ _PATIENCE = 10.0
 _UNREAD_BYTES = 1 << 12
 _SO_BUF_LOCK, _TCP_WINDOW_CLAMP = 72, 10  # of Linux
 _WIDEST_WINDOW = 1 << 30
-_WARNING_EVERY = 60.0
 _WHY = {
     Status.UNPROVEN: "that did not prove to know the hub's key",
     Status.NOT_A_MEMBER: "of a rank that is not in its group",
@@ -72,16 +72,13 @@ class _LimitedWarnings:
     """
 
     def __init__(self, text: str) -> None:
-        self._text = text
-        self._next = 0.0
+        self._text, self._telling = text, OnceAMinute()
         self._reasons: Counter[str] = Counter()
 
     def count(self, reason: str) -> None:
         """Note one more; warn of all since the last warning, if that was long ago."""
         self._reasons[reason] += 1
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + _WARNING_EVERY
+        if self._telling.due() is not None:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._reasons.most_common())
             self._reasons.clear()
             _logger.warning(self._text, reasons)

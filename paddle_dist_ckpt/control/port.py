@@ -24,6 +24,7 @@ import selectors
 import socket
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Collection
 
 import msgspec
@@ -31,6 +32,7 @@ import msgspec
 from . import wire
 from .board import Board
 from .connection import Connection
+from .telling import OnceAMinute
 from .wire import Message
 
 __all__ = ["LINGER_SECONDS", "Port"]
@@ -39,7 +41,6 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 LINGER_SECONDS = 5.0
 _LINGER_STEP = 0.005
 _LATER = 1.0
-_WARNING_EVERY = 60.0
 
 
 class Port(ABC):
@@ -55,7 +56,7 @@ class Port(ABC):
         self._blocked: set[Connection] = set()
         self._knocked = False  # somebody who is no connection yet
         self._tolerated: float | None = None
-        self._warned: dict[int, tuple[float, int]] = {}  # by rank: until when nothing is said, and how often it was not
+        self._telling: defaultdict[int, OnceAMinute] = defaultdict(OnceAMinute)  # of closed connections, by rank
 
     @property
     @abstractmethod
@@ -138,13 +139,10 @@ class Port(ABC):
         """What a rank has sent makes no sense: end the connection, lest something be missed. It may connect again at
         once, and send as little sense."""
         connection.ended = True
-        now, (due, unsaid) = time.monotonic(), self._warned.get(connection.rank, (0.0, 0))
-        if now < due:
-            self._warned[connection.rank] = due, unsaid + 1
-            return
-        self._warned[connection.rank] = now + _WARNING_EVERY, 0
-        more = f" (and was {unsaid} times since the last such warning)" if unsaid else ""
-        _logger.warning("the control connection to rank %d is closed: %s%s", connection.rank, error, more)
+        untold = self._telling[connection.rank].due()
+        if untold is not None:
+            more = f" (and was {untold} times since the last such warning)" if untold else ""
+            _logger.warning("the control connection to rank %d is closed: %s%s", connection.rank, error, more)
 
     def _send_over(self, connection: Connection, message: Message, payload: bytes) -> None:
         connection.send(wire.encode(message), payload)

@@ -114,7 +114,7 @@ def test_a_warning_of_nonsense_comes_once_a_minute(
     for _ in range(4):
         nonsense()
     assert len(said()) == 1
-    monkeypatch.setattr(hubs[1 - sender]._port, "_warned", {sender: (0.0, 3)})  # as a minute later
+    monkeypatch.setattr(hubs[1 - sender]._port._telling[sender], "_next", 0.0)  # as a minute later
     nonsense()
     assert len(said()) == 2
     assert said()[1] == f"{said()[0]} (and was 3 times since the last such warning)"
