@@ -96,8 +96,21 @@ def _scalar_text(value: Any, most: int) -> str:
 
 
 def _array_text(array: Any, most: int) -> str:
-    """An array as numpy writes it, in one line; of a large one the first items."""
-    if array.size <= _MOST_ITEMS and array.nbytes <= 8 * most:
-        return " ".join(line.strip() for line in repr(array).splitlines())
-    some = repr(array.reshape(-1)[: min(_MOST_ITEMS, 8 * most // max(1, array.itemsize))])
-    return f"{' '.join(line.strip() for line in some.splitlines())[:-1]}, …, shape={array.shape})"
+    """An array in one line; of a large one the first items."""
+    dtype, count = array.dtype, min(_MOST_ITEMS, 8 * most // max(1, array.dtype.itemsize))
+    name = dtype.name if dtype.kind in "biufcV" else repr(dtype.str)
+    if 0 < array.size <= count:
+        return f"array({_items_text(array)}, dtype={name})"
+    some = [_items_text(array.reshape(-1)[:count])[1:-1], "…"] if array.size else []
+    return f"array([{', '.join(filter(None, some))}], shape={array.shape}, dtype={name})"
+
+
+def _items_text(array: Any) -> str:
+    """The items of an array, in brackets. Numpy itself takes ten times as long, and a value may have many arrays."""
+    if array.ndim == 0:
+        return _items_text(array.reshape(1))[1:-1]
+    if array.ndim > 1:
+        return f"[{', '.join(map(_items_text, array))}]"
+    kind = array.dtype.kind
+    items = (repr(item.item() if kind in "SU" else str(item)) if kind in "SUMm" else str(item) for item in array)
+    return f"[{', '.join(items)}]"

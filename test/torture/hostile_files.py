@@ -214,6 +214,7 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "arrays of items without bytes": _values(b'{"array":["|S0",[2147483647],""]}', 60),
     "many arrays of items without bytes": _values(b'{"array":["|S0",[2147483647],""]}', 100_000),
     "empty arrays": _values(b'{"array":["|S999999999",[0],""]}'),
+    "arrays of one number": _values(b'{"array":["<f4",[1],"zczMPQ=="]}'),
     "arrays of odd shapes": _values(b'{"array":["<f4",[-1,-1,1e9],"AAAA"]}', 100),
     "integers of one hash": _keys(lambda i: {"int": hex((i + 8) * P)}, 80_000),
     "integers of 64 bits that are alike at the end": _keys(lambda i: i << 43, 100_000),
