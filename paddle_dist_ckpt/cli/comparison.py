@@ -16,9 +16,9 @@ from ..core.columns import IntArray
 from ..core.progress import Progress
 from ..core.protocols import ControlSession
 from ..core.threads import io_threads, run_all
-from ..errors import CheckpointError, CheckpointNotFoundError
+from ..errors import CheckpointNotFoundError
 from ..folder.boxes import BoxReader
-from ..tree.values import encode_value
+from ..tree.values import are_same
 from .differences import Difference, compare_items
 from .matching import Held, Matched, Side, SideFacts
 from .ranks import gathered, is_first, same_checkpoint
@@ -211,14 +211,7 @@ def _facts(matched: Matched, found: Sequence[Difference]) -> ComparisonFacts:
 
 def _value_change(key: str, is_tensor: bool, left: Any, right: Any) -> ValueChange | None:
     """What has become of a value; ``is_tensor`` if that is a tensor on one side."""
-    if not is_tensor:
-        try:
-            same = encode_value(left, key) == encode_value(right, key)  # NaN is NaN there, and 1 is not True
-        except CheckpointError:  # of another format, and of a kind that this library does not store
-            same = repr(left) == repr(right)
-        if same:
-            return None
-    return ValueChange(key, left, right)
+    return None if not is_tensor and are_same(left, right) else ValueChange(key, left, right)
 
 
 def _compare_regions(

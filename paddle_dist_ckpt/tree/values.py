@@ -32,10 +32,19 @@ import msgspec
 import numpy as np
 
 from ..core.decoding import decoding, has_few_of_one_hash
+from ..core.garbage import no_collections
 from ..core.memory import Bytes1D
 from ..errors import UnsupportedValueError
 
-__all__ = ["DECODE_ERRORS", "begins_a_dict", "decode_value", "encode_value", "from_jsonable", "to_jsonable"]
+__all__ = [
+    "DECODE_ERRORS",
+    "are_same",
+    "begins_a_dict",
+    "decode_value",
+    "encode_value",
+    "from_jsonable",
+    "to_jsonable",
+]
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what they should be."""
@@ -73,8 +82,25 @@ def decode_value(data: bytes | memoryview) -> Any:
     Raises:
         CheckpointCorruptedError: the data are not such a value.
     """
-    with decoding("a stored value cannot be decoded"):
+    with decoding("a stored value cannot be decoded"), no_collections():
         return _value(msgspec.json.decode(data), 0, False)
+
+
+def are_same(value: Any, other: Any) -> bool:
+    """Whether two values are of one type and have the same contents: NaN is NaN, 1 is not True, 0.0 is not -0.0."""
+    kind = type(value)
+    if kind is not type(other):
+        return False
+    if kind is list or kind is tuple:
+        return len(value) == len(other) and all(map(are_same, value, other))
+    if isinstance(value, dict):  # with its keys in the same order
+        pairs = zip(value.items(), other.items(), strict=False)
+        return len(value) == len(other) and all(are_same(a, b) and are_same(x, y) for (a, x), (b, y) in pairs)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return (value.dtype, value.shape, value.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    if kind in (int, str, bytes, bool):
+        return bool(value == other)
+    return repr(value) == repr(other)
 
 
 def begins_a_dict(data: Bytes1D) -> bool:
@@ -201,7 +227,7 @@ def from_jsonable(tree: Any) -> Any:
     """
     if type(tree) is not list and type(tree) is not dict:
         return tree
-    with decoding("a stored value is not well-formed"):
+    with decoding("a stored value is not well-formed"), no_collections():
         return _value(tree, 0, True)
 
 
@@ -284,7 +310,9 @@ def _decode_array(content: Any) -> Any:
         raise ValueError("size and shape differ")
     if dtype.kind == "U" and np.frombuffer(data, f"{dtype.str[0]}u4").max(initial=0) > sys.maxunicode:
         raise ValueError("no text")
-    return np.frombuffer(bytearray(data), dtype).reshape(shape) if data else np.zeros(shape, dtype)
+    if not data:
+        return np.zeros(shape, dtype)
+    return np.frombuffer(data, dtype).reshape(shape).copy()  # its own memory alone: views hold what they are of
 
 
 def _decode_numpy(content: Any) -> Any:

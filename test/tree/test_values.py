@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueError
-from paddle_dist_ckpt.tree.values import decode_value, encode_value, from_jsonable, to_jsonable
+from paddle_dist_ckpt.tree.values import are_same, decode_value, encode_value, from_jsonable, to_jsonable
 from test.strategies import equal, examples
 
 LISTED = {
@@ -114,6 +114,41 @@ def test_zeros_at_the_end_of_a_numpy_string_stay(value: np.generic) -> None:
 def test_an_int_key_may_have_any_size() -> None:
     value = {10**10_000: {-(10**5_000): 1}}
     assert decode_value(encode_value(value, "key")) == value
+
+
+@examples(40)
+@given(values, values)
+def test_two_values_are_the_same_if_they_are_written_alike(value: Any, other: Any) -> None:
+    assert are_same(value, other) == (encode_value(value, "key") == encode_value(other, "key"))
+    assert are_same(value, decode_value(encode_value(value, "key")))
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        ([1], (1,)),
+        ([1], [1, 2]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({"a": 1}, {"a": 1, "b": 2}),
+        ({1: 0}, {True: 0}),
+        (np.float32(1), np.float64(1)),
+        (np.zeros(2), np.zeros((1, 2))),
+        (np.zeros(2), -np.zeros(2)),
+        ("a", b"a"),
+        (np.str_("a"), "a"),
+    ],
+)
+def test_values_that_are_not_the_same(value: Any, other: Any) -> None:
+    assert not are_same(value, other)
+    assert are_same(value, value)
+
+
+def test_what_is_not_a_number_is_the_same() -> None:
+    assert are_same({"a": [float("nan")]}, {"a": [float("nan")]})
+    assert are_same(np.array([np.nan]), np.array([np.nan]))
 
 
 def test_a_decoded_array_can_be_written_to() -> None:
