@@ -223,6 +223,12 @@ def _uncut(extent: int) -> tuple[IntArray, IntArray]:
     return _FIRST, lengths
 
 
+@lru_cache(maxsize=1024)
+def _whole_layout(shape: tuple[int, ...]) -> Layout:
+    """That of a tensor which is not cut; a file may have it many times."""
+    return Layout.from_cuts(shape, [()] * len(shape))
+
+
 def _row_major(columns: Sequence[IntArray]) -> IntArray:
     """All combinations of the columns' numbers, the last column's changing fastest, ``[product, columns]``."""
     if len(columns) == 1:
@@ -297,6 +303,8 @@ def _checked_grid(shape: tuple[int, ...], cuts: list[list[int]], most: int) -> L
     most = min(most, _MOST_EMPTY) if 0 in shape else most
     if len(cuts) != len(shape) or math.prod(len(c) + 1 for c in cuts) > most:
         raise CheckpointCorruptedError(f"a layout of shape {shape} is cut in more than {most} boxes")
+    if not any(cuts):
+        return _whole_layout(shape)
     for n, places in zip(shape, cuts, strict=True):
         if places and any(b <= a for a, b in zip([0, *places], [*places, n], strict=True)):
             raise CheckpointCorruptedError(f"a layout of shape {shape} is cut at {str(places)[:200]}")

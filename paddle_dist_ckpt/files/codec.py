@@ -21,6 +21,7 @@ import xxhash
 from ..core.columns import Column, IntArray, column_size, narrow, pack_column, unpack_column
 from ..core.decoding import MOST_COST, decoding, json_cost
 from ..core.dtypes import DTYPES
+from ..core.garbage import no_collections
 from ..core.layouts import Layout, LayoutRecord
 from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError
@@ -336,7 +337,7 @@ def decode_metadata(
         CheckpointCorruptedError: the file is not whole, or contradicts itself.
     """
     head, body = _lines(data, name)
-    with decoding(name):
+    with decoding(name), no_collections():
         cost = record_cost(body) - len(body)
         Room(lambda: on_disk(head.save)).spend(cost, 0)
         record = _BODY_DECODER.decode(body)

@@ -147,6 +147,7 @@ class Targets:
             found += zeros[latest[before] > address[zeros] + reach[cell[zeros], 0]].tolist()
         return found
 
+    @no_collections()
     def _add_values(self, left_out: Container[str], asked: Container[int]) -> list[tuple[int, Array]]:
         """Add a buffer for each value that is stored as an entry, and for each array of which only the object is there
         that it belongs to; returns their places in the table and the buffers."""
@@ -220,6 +221,7 @@ class Targets:
         owners = [self._tensors.owners[tensor] for tensor in self._owner[where].tolist()]
         return device_arrays(self.cells, self.cell[where], owners, self._address[where].tolist(), self._devices)
 
+    @no_collections()
     def entries(self, room: Room) -> dict[str, Any]:
         """The values that were stored as entries, and the arrays of objects, after they are read, by path.
 
