@@ -6,6 +6,7 @@ import bisect
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..core.columns import IntArray, places_within
 from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError
 from ..storage.base import ReadableFile, Storage
-from ..storage.capabilities import hole_bytes, is_hole
+from ..storage.capabilities import hole_bytes, is_hole, read_windows
 from .datafile import Hashes, read_header
 from .holes import HoleBudget, Holes
 from .metadata import FileInfo
@@ -243,11 +244,15 @@ class Segments:
             target[: skip - lead] = edges[lead : min(skip, end)]
             target[stop - lead :] = edges[skip : skip + max(0, end - stop)]
 
-    def _read_into(self, segment: int, parts: Sequence[Bytes1D], skip: int = 0) -> None:
-        """Read what follows the first ``skip`` bytes of a segment."""
+    def _read_into(self, segment: int, parts: Sequence[Bytes1D]) -> None:
+        with self._ends_early(segment):
+            self.file.file.read_into(parts, self.file.data_start + int(self.starts[segment]), self.file.once)
+
+    @contextmanager
+    def _ends_early(self, segment: int) -> Iterator[None]:
+        """A block that reads a segment, before whose end the file may end."""
         try:
-            start = self.file.data_start + int(self.starts[segment]) + skip
-            self.file.file.read_into(parts, start, self.file.once)
+            yield
         except EOFError as error:
             raise CheckpointCorruptedError(f"{self.key(segment)}: {error}") from error
 
@@ -278,24 +283,24 @@ class Segments:
 
     def _read_hashing(self, segment: int, parts: Sequence[Bytes1D]) -> list[int]:
         """Read a segment; the digests of its blocks. What is cached is hashed window by window as it is read."""
-        size, digest, found, at = self.block_bytes, xxhash.xxh3_64_intdigest, list[int](), 0
+        size, digest, found = self.block_bytes, xxhash.xxh3_64_intdigest, list[int]()
         if not self.file.cached:
             self._read_into(segment, parts)
             return [digest(part.data[i : i + size]) for part in parts for i in range(0, len(part), size)]
-        begun = xxhash.xxh3_64()  # of a block that is larger than a window
-        for part in parts:
-            for start in range(0, len(part), _WINDOW_BYTES):
-                window = part[start : start + _WINDOW_BYTES]
-                self._read_into(segment, [window], at)
-                at += len(window)
-                if size <= _WINDOW_BYTES:
-                    found += [digest(window.data[i : i + size]) for i in range(0, len(window), size)]
-                    continue
-                begun.update(window.data)
-                end = start + len(window)
-                if end % size == 0 or end == len(part):
+        file, offset = self.file.file, self.file.data_start + int(self.starts[segment])
+        step, begun = max(size, _WINDOW_BYTES), xxhash.xxh3_64()  # of a block that is larger than a window
+        with self._ends_early(segment):
+            for part in parts:
+                for start in range(0, len(part), step):
+                    data = part[start : start + step]
+                    if size < step:
+                        file.read_into([data], offset + start)
+                        found += [digest(data.data[i : i + size]) for i in range(0, len(data), size)]
+                        continue
+                    read_windows(file, data, offset + start, _WINDOW_BYTES, begun.update)
                     found.append(begun.intdigest())
                     begun.reset()
+                offset += len(part)
         return found
 
     def _wrong(self, first: int, last: int, found: Sequence[int]) -> Iterator[tuple[int, str]]:

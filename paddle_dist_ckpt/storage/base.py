@@ -49,7 +49,8 @@ class ReadableFile(Protocol):
     It may also have a method ``is_hole(offset, nbytes)``: whether it is known that there is nothing on the disk for all
     of these bytes, which are zeros then. They are not read if zeros are what was written. And if it can tell:
     ``hole_bytes(offset, nbytes)``, how many of these bytes are in holes, and ``on_disk``, a pair of what tells the file
-    from others and how many bytes it has that are in none.
+    from others and how many bytes it has that are in none. ``read_windows(data, offset, nbytes, each)`` fills ``data``
+    in windows of so many bytes, and calls ``each`` with every one when it is there; else each is read by itself.
     """
 
     @property

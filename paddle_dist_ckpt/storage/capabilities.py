@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from ..core.memory import Bytes1D
 from .base import ReadableFile, Storage, WritableFile
 
-__all__ = ["extended", "has_folders", "hole_bytes", "is_hole", "is_part", "what_is_on_disk"]
+__all__ = ["extended", "has_folders", "hole_bytes", "is_hole", "is_part", "read_windows", "what_is_on_disk"]
 
 
 def is_part(storage: Storage) -> bool:
@@ -33,6 +36,26 @@ def hole_bytes(file: ReadableFile, offset: int, nbytes: int) -> int | None:
     """How many bytes of a range of a file are in holes; None where that is not known."""
     known = getattr(file, "hole_bytes", None)
     return None if known is None else int(known(offset, nbytes))
+
+
+def read_windows(
+    file: ReadableFile, data: Bytes1D, offset: int, nbytes: int, each: Callable[[memoryview], object]
+) -> None:
+    """Fill memory from ``offset``, in windows of so many bytes, and call something with each when it is there.
+
+    A file that can do so itself has less of Python between windows, which leave nothing of it in the cache.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    known = getattr(file, "read_windows", None)
+    if known is not None:
+        known(data, offset, nbytes, each)
+        return
+    for start in range(0, len(data), nbytes):
+        window = data[start : start + nbytes]
+        file.read_into([window], offset + start)
+        each(window.data)
 
 
 def what_is_on_disk(file: ReadableFile, name: object) -> tuple[object, int]:

@@ -205,6 +205,15 @@ class LocalReadable:
             if got:
                 views[0] = views[0][got:]
 
+    def read_windows(self, data: Bytes1D, offset: int, nbytes: int, each: Callable[[memoryview], object]) -> None:
+        view, preadv = data.data, os.preadv
+        with _about_open(self._path):
+            for start in range(0, len(view), nbytes):
+                window = view[start : start + nbytes]
+                if preadv(self._descriptor, (window,), offset + start) != len(window):
+                    self.read_into([data[start : start + nbytes]], offset + start)
+                each(window)
+
     @property
     def on_disk(self) -> tuple[tuple[int, int], int]:
         """What tells the file from others whatever it is called, and how many bytes it has that are no holes.

@@ -23,6 +23,7 @@ from ..files.names import parse_claim, parse_data_file
 from ..folder.ids import committed_ids
 from ..folder.verify import verify_checkpoint
 from ..storage.base import Storage
+from ..storage.capabilities import read_windows
 from .simulation import SimulatedRank, run_ranks
 
 __all__ = ["StorageTests", "in_threads", "put"]
@@ -196,6 +197,18 @@ class StorageTests:
             buffers = [np.zeros(size, np.uint8) for size in sizes]
             file.read_into(buffers, offset, once)
             assert np.array_equal(np.concatenate(buffers), data[offset : offset + sum(sizes)])
+        file.close()
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(0, 1000), (77, 99_000), (5000, 4096), (100_000, 7)])
+    def test_windows_are_read_one_after_another(self, storage: Storage, offset: int, nbytes: int) -> None:
+        data = random_bytes(100_000)
+        put(storage, "f", data.tobytes())
+        file, buffer, windows = storage.open("f"), np.zeros(len(data) - offset, np.uint8), list[bytes]()
+        read_windows(file, buffer, offset, nbytes, lambda window: windows.append(bytes(window)))
+        assert np.array_equal(buffer, data[offset:])
+        assert windows == [buffer[at : at + nbytes].tobytes() for at in range(0, len(buffer), nbytes)]
+        with pytest.raises(EOFError):
+            read_windows(file, np.zeros(3000, np.uint8), len(data) - 2500, 1000, lambda window: None)
         file.close()
 
     def test_reading_past_the_end_is_an_error(self, storage: Storage) -> None:

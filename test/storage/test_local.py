@@ -609,6 +609,29 @@ def test_a_read_that_has_to_wait_waits(storage: LocalStorage, monkeypatch: pytes
     assert all(blocking)
 
 
+def test_a_window_that_is_read_by_halves_is_whole(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8)
+    put(storage, "x", content.tobytes())
+    real, seen = os.preadv, list[bytes]()
+    with closing(storage.open("x")) as file:
+        monkeypatch.setattr(os, "preadv", lambda number, views, at: real(number, [views[0][:700]], at))
+        data = np.zeros(len(content), np.uint8)
+        file.read_windows(data, 0, 1000, lambda window: seen.append(bytes(window)))
+    assert b"".join(seen) == data.tobytes() == content.tobytes()
+
+
+def test_a_window_that_cannot_be_read_names_the_file(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(storage, "x", bytes(5000))
+
+    def preadv(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with closing(storage.open("x")) as file:
+        monkeypatch.setattr(os, "preadv", preadv)
+        with pytest.raises(OSError, match=r"error: '.*/x'"):
+            file.read_windows(np.zeros(5000, np.uint8), 0, 1000, lambda window: None)
+
+
 def test_a_read_that_fails_after_a_part_is_no_shorter_content(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
