@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from ..core.columns import Column, IntArray, column_size, narrow, pack_column, unpack_column
-from ..core.decoding import MOST_COST, decoding, json_cost
+from ..core.decoding import MOST_COST, decoding, finite_float, json_cost
 from ..core.dtypes import DTYPES
 from ..core.garbage import no_collections
 from ..core.layouts import Layout, LayoutRecord
@@ -126,13 +126,14 @@ class Note(msgspec.Struct, frozen=True):
         """
         with decoding("user_metadata"):
             Room(lambda: on_disk(self.save_id)).take(memoryview(self.user_tree))
-            return from_jsonable(msgspec.json.decode(self.user_tree))
+            return from_jsonable(_USER_DECODER.decode(self.user_tree))
 
 
 # Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
 _HEAD_DECODER = msgspec.json.Decoder(Head)
-_BODY_DECODER = msgspec.json.Decoder(_Body)
+_BODY_DECODER = msgspec.json.Decoder(_Body, float_hook=finite_float)
 _NOTE_DECODER = msgspec.json.Decoder(Note)
+_USER_DECODER = msgspec.json.Decoder(float_hook=finite_float)
 
 
 def table_to_record(table: ShardTable) -> TableRecord:

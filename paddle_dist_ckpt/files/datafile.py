@@ -26,7 +26,7 @@ import numpy.typing as npt
 from ..core.box import Box
 from ..core.cached import cached_property
 from ..core.columns import IntArray, edges_of
-from ..core.decoding import decoding
+from ..core.decoding import decoding, finite_float
 from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
@@ -174,7 +174,7 @@ class _EntryRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 # Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
-_INFO_DECODER = msgspec.json.Decoder(DataFileInfo)
+_INFO_DECODER = msgspec.json.Decoder(DataFileInfo, float_hook=finite_float)
 
 
 def escaped_key(key: str) -> str:

@@ -369,11 +369,13 @@ def _digest(config: Mapping[str, Any] | None) -> str:
 
 
 def _values(fit: Fit, room: Room) -> dict[str, Any]:
-    """The values by path: those of `.metadata`, and those that were read from entries of data files.
+    """The values by path: those of `.metadata`, and those that were read from entries of data files. The answer's lists
+    become those of the values.
 
     Where the state_dict has None or an empty dict at a path below which values are stored, they become one tree.
     """
-    values = {path: from_jsonable(tree) for path, tree in fit.answer.values.items() if path not in fit.refused}
+    ours = fit.answer.values.items()
+    values = {path: from_jsonable(tree, kept=False) for path, tree in ours if path not in fit.refused}
     values |= {
         path: value if i == 0 else copy.deepcopy(value)
         for stored, value in fit.targets.entries(room).items()

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from ..core.decoding import decoding, has_few_of_one_hash
+from ..core.decoding import decoding, finite_float, has_few_of_one_hash
 from ..core.garbage import no_collections
 from ..core.memory import Bytes1D
 from ..errors import UnsupportedValueError
@@ -48,6 +48,7 @@ __all__ = [
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what they should be."""
+_DECODER = msgspec.json.Decoder(float_hook=finite_float)
 _DICT = b'{"dict":'
 _INT64 = range(-(2**63), 2**63)
 _ARRAY_KINDS = "biufcSUMm"
@@ -83,7 +84,7 @@ def decode_value(data: bytes | memoryview) -> Any:
         CheckpointCorruptedError: the data are not such a value.
     """
     with decoding("a stored value cannot be decoded"), no_collections():
-        return _value(msgspec.json.decode(data), 0, False)
+        return _value(_DECODER.decode(data), 0, False)
 
 
 def are_same(value: Any, other: Any) -> bool:
@@ -219,8 +220,8 @@ def _numpy_dtype(dtype: np.dtype[Any], key: _Place) -> str:
     return str(dtype.str)
 
 
-def from_jsonable(tree: Any) -> Any:
-    """The value of a tree that :func:`to_jsonable` made.
+def from_jsonable(tree: Any, kept: bool = True) -> Any:
+    """The value of a tree that :func:`to_jsonable` made. Unless the tree is kept, its lists become those of the value.
 
     Raises:
         CheckpointCorruptedError: it is not such a tree.
@@ -228,11 +229,11 @@ def from_jsonable(tree: Any) -> Any:
     if type(tree) is not list and type(tree) is not dict:
         return tree
     with decoding("a stored value is not well-formed"), no_collections():
-        return _value(tree, 0, True)
+        return _value(tree, 0, kept)
 
 
 def _value(tree: Any, depth: int, kept: bool) -> Any:
-    """The value of a tree. Unless the tree is kept, its lists become those of the value."""
+    """The value of a tree; see :func:`from_jsonable`."""
     kind = type(tree)
     if kind is not list and kind is not dict:
         return tree

@@ -111,6 +111,26 @@ def test_zeros_at_the_end_of_a_numpy_string_stay(value: np.generic) -> None:
     assert equal(decode_value(encode_value(value, "key")), value)
 
 
+@pytest.mark.parametrize("text", ["1e300", "-5e-324", "1.7976931348623157e308", "0.1", "1E5", "-0.0", "1e-400"])
+def test_numbers_however_large_and_small(text: str) -> None:
+    value = decode_value(f"[{text}]".encode())
+    assert are_same(value, [float(text)])
+    assert decode_value(encode_value(value, "key")) == value
+
+
+@pytest.mark.parametrize("text", ["1e309", "-1e400", "1.8e308"])
+def test_numbers_that_are_no_floats_are_refused(text: str) -> None:
+    with pytest.raises(CheckpointCorruptedError, match="Number out of range"):
+        decode_value(f"[{text}]".encode())
+
+
+def test_the_lists_of_a_tree_that_is_not_kept_become_those_of_the_value() -> None:
+    tree = to_jsonable([[1, (2,)], {"a": [3]}], "key")
+    value = from_jsonable(tree, kept=False)
+    assert value == [[1, (2,)], {"a": [3]}]
+    assert value is tree
+
+
 def test_an_int_key_may_have_any_size() -> None:
     value = {10**10_000: {-(10**5_000): 1}}
     assert decode_value(encode_value(value, "key")) == value
