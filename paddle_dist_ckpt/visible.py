@@ -34,13 +34,14 @@ _BLANK = re.compile(
 )
 
 
-def visible(text: str, most: int | None = MOST_KEY) -> str:
+def visible(text: str, most: int | None = MOST_KEY, kept: str = "") -> str:
     r"""Text with an escape as Python writes it, such as ``\x1b``, for every character that cannot be seen or that
-    changes what others look like; of more than ``most`` characters the middle is left out."""
+    changes what others look like, but for those that are ``kept``; of more than ``most`` characters the middle is left
+    out."""
     if most is not None and len(text) > most:
         half = (most - _ABOUT) // 2
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
-    return escaped(text, lambda character: character.encode("unicode_escape").decode())
+    return escaped(text, lambda c: c if c in kept else c.encode("unicode_escape").decode())
 
 
 def visible_lines(text: str) -> str:
@@ -57,9 +58,10 @@ def each_visible(lines: Iterable[str], most: int = MOST_LINE) -> list[str]:
 
 def escaped(text: str, escape: Callable[[str], str]) -> str:
     """Text in which each character that :func:`visible` escapes is written by a function."""
-    if text.isprintable() and not _BLANK.search(text):  # as nearly all
+    if text.isprintable() and (text.isascii() or not _BLANK.search(text)):  # as nearly all
         return text
-    return "".join(escape(c) if _is_hidden(c) else c for c in text)
+    table = {ord(c): other for c in set(text) if _is_hidden(c) and (other := escape(c)) != c}
+    return text.translate(table) if table else text
 
 
 def is_made_visible(record: logging.LogRecord) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import typer
 
+from ..core.garbage import no_collections
 from ..core.text import encodable, value_text
 from ..visible import escaped
 
@@ -20,17 +21,17 @@ _TOGETHER = 1000  # numbers, or as much of something else, that become text at o
 _LETTERS_EACH = 64  # of a text weigh as much as a number
 _FACTS = 20  # is about what a row of facts weighs
 _PIECE = 1 << 16  # letters that are printed at once
+_MOST_INDENT = 64  # of lines: those of deep lists would be hundreds of blanks each
 _INT64 = range(-(2**63) + 1, 2**63)
-_ALIKE = frozenset({int, bool, type(None)})
-"""Types of values that are JSON as they are, if they are not too large, of which lists may have millions."""
+_ALIKE = frozenset({int, float, bool, type(None)})
+"""Types of values that are about as much text each, of which lists may have millions."""
 
 
+@no_collections()
 def print_json(document: Any) -> None:
     """Print one JSON document, a dict or a dataclass. Numbers that JSON lacks are strings: NaN, Infinity, -Infinity."""
-    if dataclasses.is_dataclass(document):
-        document = {field.name: getattr(document, field.name) for field in dataclasses.fields(document)}
     waiting, letters = list[str](), 0
-    for part in itertools.chain(_parts(document, ""), ["\n"]):
+    for part in itertools.chain(_parts(_members(document), ""), ["\n"]):
         waiting.append(part)
         letters += len(part)
         if letters > _PIECE:
@@ -41,7 +42,7 @@ def print_json(document: Any) -> None:
 
 def _parts(value: Any, indent: str) -> Iterator[str]:
     """The text of a value, in parts that are small each; all its lines but the first are indented by so much."""
-    if _is_facts(value) or _weight(value, _TOGETHER) <= _TOGETHER:
+    if _weight(value, _TOGETHER) <= _TOGETHER:
         yield _text(value, indent)
     elif isinstance(value, str):
         yield '"'
@@ -49,8 +50,9 @@ def _parts(value: Any, indent: str) -> Iterator[str]:
             yield _text(value[start : start + _PIECE], indent)[1:-1]
         yield '"'
     else:
+        value = _members(value)
         begin, end = "{}" if isinstance(value, dict) else "[]"
-        inner = f"{indent}  "
+        inner = f"{indent}  "[:_MOST_INDENT]
         for some, is_much in _groups(value):
             yield begin
             begin = ","
@@ -94,8 +96,10 @@ def _weight(value: Any, most: int) -> int:
         items = value
     elif isinstance(value, dict) and _is_plain_dict(value):
         items = itertools.chain.from_iterable(value.items())
+    elif hasattr(type(value), "__dataclass_fields__"):
+        items = _members(value).values()
     else:
-        return _FACTS if _is_facts(value) else 1
+        return _FACTS if _names(value) else 1
     total = 1
     for item in items:
         total += _weight(item, most - total)
@@ -107,30 +111,32 @@ def _weight(value: Any, most: int) -> int:
 def _text(value: Any, indent: str) -> str:
     import msgspec
 
-    text = msgspec.json.format(msgspec.json.encode(_plain(value)), indent=2).decode()
-    lines = text.split("\n")
-    as_is = text.isascii() and "\x7f" not in text  # JSON itself escapes the others
-    return f"\n{indent}".join(lines if as_is else [escaped(line, _escape) for line in lines])
+    spaces = b"\n" + b" " * (_MOST_INDENT - len(indent))
+    formatted = msgspec.json.format(msgspec.json.encode(_plain(value)), indent=2)
+    text = re.sub(spaces + b" +", spaces, formatted).decode()
+    if not text.isascii() or "\x7f" in text:  # JSON itself escapes the others
+        text = escaped(text, _escape)
+    return text.replace("\n", f"\n{indent}")
 
 
 def _plain(value: Any) -> Any:
     """A value in what JSON has: what it lacks becomes text."""
     if isinstance(value, int) and value in _INT64:  # as nearly all where there are very many
         return value
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):  # or numpy.float64, which msgspec does not know
+        if math.isfinite(value):
+            return float(value)
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, str):
         return encodable(value)
-    if value is None or isinstance(value, float):
+    if value is None:
         return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
     if isinstance(value, dict) and _is_plain_dict(value):
         return {_plain(key): _plain(item) for key, item in value.items()}
-    if _is_facts(value):
-        import msgspec
-
-        return _plain(msgspec.to_builtins(value, enc_hook=_plain))
+    if _names(value):
+        return {name: _plain(item) for name, item in _members(value).items()}
     return value_text(value, _MOST_LETTERS)
 
 
@@ -138,10 +144,20 @@ def _is_plain_dict(value: dict[Any, Any]) -> bool:
     return all(isinstance(key, str) for key in value)
 
 
-def _is_facts(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) or hasattr(value, "__struct_fields__")
+def _members(value: Any) -> Any:
+    """Facts as a dict, of which a member may be anything; all else as it is."""
+    names = _names(value)
+    return {name: getattr(value, name) for name in names} if names else value
+
+
+def _names(value: Any) -> Collection[str]:
+    """What the members of facts are called; nothing for what is none."""
+    kind = type(value)
+    return getattr(kind, "__dataclass_fields__", ()) or getattr(kind, "__struct_fields__", ())
 
 
 def _escape(character: str) -> str:
+    if character == "\n":  # between the lines, for in texts it is escaped
+        return character
     units = character.encode("utf-16-be").hex()
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))

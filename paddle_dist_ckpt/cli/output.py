@@ -58,7 +58,7 @@ def say(text: str = "", style: str = "", err: bool = False) -> None:
 def say_text(text: str) -> None:
     """Print a text of several lines, however long it is, little by little."""
     for start in range(0, len(text), _PIECE):
-        typer.echo("\n".join([visible(line, None) for line in text[start : start + _PIECE].split("\n")]), nl=False)
+        typer.echo(visible(text[start : start + _PIECE], None, "\n"), nl=False)
     typer.echo()
 
 

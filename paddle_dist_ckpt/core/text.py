@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from ..visible import visible
@@ -12,7 +13,7 @@ __all__ = ["MOST_VALUE", "encodable", "key_text", "ranks_text", "value_text"]
 MOST_VALUE = 2000
 _MOST_DEPTH = 50
 _MOST_BITS = 4096  # of an integer; Python refuses to write out 4,301 digits
-_MOST_ITEMS = 100  # of an array
+_MOST_ITEMS, _MOST_FLOATS = 100, 10  # of an array; each float takes up to a microsecond
 _MOST_RANKS = 4  # in a row that are named one by one
 
 
@@ -97,20 +98,26 @@ def _scalar_text(value: Any, most: int) -> str:
 
 def _array_text(array: Any, most: int) -> str:
     """An array in one line; of a large one the first items."""
-    dtype, count = array.dtype, min(_MOST_ITEMS, 8 * most // max(1, array.dtype.itemsize))
-    name = dtype.name if dtype.kind in "biufcV" else repr(dtype.str)
+    dtype, name = array.dtype, _type_text(array.dtype)
+    count = min(_MOST_FLOATS if dtype.kind in "fcV" else _MOST_ITEMS, 8 * most // max(1, dtype.itemsize))
     if 0 < array.size <= count:
         return f"array({_items_text(array)}, dtype={name})"
     some = [_items_text(array.reshape(-1)[:count])[1:-1], "…"] if array.size else []
     return f"array([{', '.join(filter(None, some))}], shape={array.shape}, dtype={name})"
 
 
+@lru_cache
+def _type_text(dtype: Any) -> str:
+    return dtype.name if dtype.kind in "biufcV" else repr(dtype.str)
+
+
 def _items_text(array: Any) -> str:
     """The items of an array, in brackets. Numpy itself takes ten times as long, and a value may have many arrays."""
+    kind = array.dtype.kind
+    if kind in "biuSU":  # Python's own, which have the same text
+        return str(array.tolist())
     if array.ndim == 0:
         return _items_text(array.reshape(1))[1:-1]
     if array.ndim > 1:
         return f"[{', '.join(map(_items_text, array))}]"
-    kind = array.dtype.kind
-    items = (repr(item.item() if kind in "SU" else str(item)) if kind in "SUMm" else str(item) for item in array)
-    return f"[{', '.join(items)}]"
+    return f"[{', '.join([repr(str(item)) if kind in 'Mm' else str(item) for item in array])}]"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paddle_dist_ckpt.cli import documents
@@ -28,9 +30,11 @@ VALUES: dict[str, Any] = {
     "a dict of much": {f"k{i}" * 40: ["x" * i] * 3 for i in range(300)},
     "keys that are no text": {1: 2, "a": [3] * 2000},
     "what JSON lacks": [float("nan"), float("inf"), 2**70, b"ab", 1 + 2j, -0.0],
-    "rows": [Facts("a", [1, 2]), Facts("b", [{"c": [7] * 3000}])],
+    "numpy's": [np.float64(0.5), np.float32(0.5), np.str_("a"), np.zeros(2), np.float64("nan")],
+    "rows": [Facts("a", [1, 2]), Facts("b", [{"c": [7] * 3000}]), Facts("c", [b"ab", np.float64(1), {1: b"ab"}])],
     "a key of much": {"k" * 100_000: 1, "l": []},
     "a hidden character": "a\x7fb",
+    "deep lists": [functools.reduce(lambda inner, _: [inner, 1], range(80), list(range(i))) for i in range(50)],
     "nothing": [],
 }
 
@@ -51,6 +55,7 @@ def test_the_text_does_not_depend_on_its_pieces(
     assert "\x7f" not in texts[0]
     assert json.loads(texts[0])["key"] == "a"
     assert "\n  " in texts[0]
+    assert "\n" + " " * 65 not in texts[0]
 
 
 def test_values_come_back(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +70,8 @@ def test_few_items_are_made_text_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     sizes = []
     real = documents._text
     monkeypatch.setattr(documents, "_text", lambda value, indent: sizes.append(len(value)) or real(value, indent))
-    parts = list(documents._parts([[7] * 10_000, [[8] * 10] * 1000, "x" * 10**6], ""))
-    assert json.loads("".join(parts)) == [[7] * 10_000, [[8] * 10] * 1000, "x" * 10**6]
+    parts = list(documents._parts([[7] * 10_000, [[8] * 10] * 1000, "x" * 10**6, [Facts("a", [9] * 10**6)]], ""))
+    facts = {"name": "a", "rows": [9] * 10**6}
+    assert json.loads("".join(parts)) == [[7] * 10_000, [[8] * 10] * 1000, "x" * 10**6, [facts]]
     assert max(map(len, parts)) <= 1 << 17
     assert max(sizes) <= 1 << 16

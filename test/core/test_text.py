@@ -16,6 +16,8 @@ def test_values_as_text() -> None:
     assert value_text([10**9000]) == "[(an integer of 29,898 bits)]"
     assert len(value_text("x" * 100_000)) < MOST_VALUE + 40
     assert value_text(np.zeros(100_000)).endswith("0.0, …], shape=(100000,), dtype=float64)")
+    assert value_text(np.zeros(11, "<f4")) == f"array([{'0.0, ' * 10}…], shape=(11,), dtype=float32)"
+    assert value_text(np.arange(100).reshape(10, 10)).startswith("array([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [10, ")
     assert value_text(np.zeros((10**9, 0), "<i2")) == "array([], shape=(1000000000, 0), dtype=int16)"
     assert value_text(np.float32([[0.1, np.nan], [1e30, -0.0]])) == "array([[0.1, nan], [1e+30, -0.0]], dtype=float32)"
     assert value_text(np.array(7, ">u2")) == "array(7, dtype=uint16)"
