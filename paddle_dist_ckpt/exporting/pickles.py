@@ -39,6 +39,7 @@ _PLAIN = (int, float, complex, str, bytes)
 _TUPLES = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
 _OF_EMPTY = (np.ndarray, (0,), b"b")  # what numpy has an empty array made of
 _MOST_SHORT = 255  # of what is counted in one byte
+_MOST_PLACES = 1 << 16  # of the memo: of texts that are all different it would take many times as much as these
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +83,7 @@ def _inner(value: Any) -> bytes:
 
 class _Writer:
     """Puts opcodes together. Texts, shapes, names of classes and element types are written once, and then taken from
-    the memo of whoever reads them."""
+    the memo of whoever reads them, as far as that has places."""
 
     def __init__(self) -> None:
         self._parts: list[bytes | ExportTensor] = []
@@ -144,9 +145,10 @@ class _Writer:
         return True
 
     def _remember(self, what: Hashable) -> None:
-        """Put what has just been written into the memo."""
-        self._text += pickle.MEMOIZE
-        self._places[what] = len(self._places)
+        """Put what has just been written into the memo, if there is a place."""
+        if len(self._places) < _MOST_PLACES:
+            self._text += pickle.MEMOIZE
+            self._places[what] = len(self._places)
 
     def _write_text(self, text: str) -> None:
         if not self._is_recalled(text):

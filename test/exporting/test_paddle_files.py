@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 import sys
 import types
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import PerRank, UnsupportedValueError, export
+from paddle_dist_ckpt.exporting.pickles import pickled
 from test.jobs import alike, load_whole, make_array, same_bits, save_alone, save_on, split_all, split_rows
 
 MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
@@ -230,6 +232,15 @@ def test_more_texts_than_one_byte_counts(tmp_path: Path) -> None:
     content = (tmp_path / "out.pdparams").read_bytes()
     assert alike(pickle.loads(content)["values"], values)
     assert b"numpy._core" not in content  # which older versions of numpy do not have
+
+
+def test_a_memo_has_a_limit_and_what_comes_behind_it_is_written_again() -> None:
+    texts = [f"{i}" for i in range(1 << 16)]
+    value = {"all": texts, "behind": [("a", "b")] * 2, "twice": [texts[0], texts[-1]]}
+    content = b"".join(part for part in pickled(value) if isinstance(part, bytes))
+    assert pickle.loads(content) == value
+    assert content.count(pickle.SHORT_BINUNICODE + b"\x01a") == 2
+    assert sum(code.name == "MEMOIZE" for code, _, _ in pickletools.genops(content)) == 1 << 16
 
 
 def test_an_array_of_numpy_takes_no_place_in_the_memo(tmp_path: Path) -> None:
