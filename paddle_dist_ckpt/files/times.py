@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from ..core.columns import Column, column_size, pack_column, unpack_column
+from ..core.columns import Column, IntArray, column_size, pack_column, unpack_column
 from ..errors import CheckpointCorruptedError
 
 __all__ = ["SaveTimes"]
@@ -49,16 +49,22 @@ class SaveTimes(msgspec.Struct, frozen=True):
         for column in self.milliseconds.values():
             unpack_column(column, len(ranks), _MOST, "times")
 
+    def columns(self) -> tuple[IntArray, dict[str, IntArray]]:
+        """The ranks, and by phase the milliseconds of each.
+
+        Raises:
+            CheckpointCorruptedError: the columns are not what they should be.
+        """
+        size = column_size(self.ranks, "times")
+        phases = {phase: unpack_column(column, size, _MOST, "times") for phase, column in self.milliseconds.items()}
+        return unpack_column(self.ranks, size, _MOST, "times"), phases
+
     def seconds(self) -> dict[int, dict[str, float]]:
         """By rank and phase, in seconds.
 
         Raises:
             CheckpointCorruptedError: the columns are not what they should be.
         """
-        size = column_size(self.ranks, "times")
-        ranks = unpack_column(self.ranks, size, _MOST, "times").tolist()
-        phases = {
-            phase: (unpack_column(column, size, _MOST, "times") / np.float64(1000)).tolist()
-            for phase, column in self.milliseconds.items()
-        }
-        return {rank: {phase: times[i] for phase, times in phases.items()} for i, rank in enumerate(ranks)}
+        ranks, columns = self.columns()
+        phases = {phase: (column / np.float64(1000)).tolist() for phase, column in columns.items()}
+        return {rank: {phase: times[i] for phase, times in phases.items()} for i, rank in enumerate(ranks.tolist())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ __all__ = ["Facts", "facts_of", "rank_of"]
 MOST_TENSORS = 20_000
 _MOST_LETTERS = 4_000_000  # of their keys
 _MOST_RANKS = 100_000
+_MOST_TIMES = 300_000  # of phases on ranks
 _OTHER_NAMES = (
     re.compile(r"(?:__)?(\d{1,9})_\d{1,18}\.(?:distcp|safetensors)"),  # Paddle's own, torch's
     re.compile(r".*_dist(\d{1,9})\.(?:pdparams|pdopt)", re.DOTALL),  # of ranks of a static program
@@ -283,10 +284,13 @@ def _ranks(files: FileColumns, times: TimeColumns, world_size: int) -> RankColum
 
 
 def _times(metadata: Metadata) -> TimeColumns:
-    seconds: Mapping[int, Mapping[str, float]] = metadata.times.seconds() if metadata.times is not None else {}
-    phases = list(next(iter(seconds.values()), {}))
+    """How long the save took; of more ranks than the page has room for, on the first of them."""
+    if metadata.times is None:
+        return TimeColumns([], [], [])
+    ranks, phases = metadata.times.columns()
+    most = min(_MOST_RANKS, _MOST_TIMES // max(1, len(phases)))
     return TimeColumns(
-        rank=list(seconds),
+        rank=ranks[:most].tolist(),
         phases=[visible(phase) for phase in phases],
-        milliseconds=[[round(1000 * times[phase]) for times in seconds.values()] for phase in phases],
+        milliseconds=[column[:most].tolist() for column in phases.values()],
     )

@@ -13,7 +13,9 @@ import pytest
 from paddle_dist_ckpt import read_metadata
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.boxes import Boxes
+from paddle_dist_ckpt.core.columns import pack_column
 from paddle_dist_ckpt.core.layouts import Layout
+from paddle_dist_ckpt.files.times import SaveTimes
 from paddle_dist_ckpt.report.facts import Facts, facts_of, rank_of
 from paddle_dist_ckpt.report.layers import LayerColumns, layers_of
 from paddle_dist_ckpt.report.regions import regions_of
@@ -120,6 +122,13 @@ def test_facts_are_those_of_the_checkpoint(folder: Path) -> None:
     assert facts.times.rank == [0, 1, 2]
     assert facts.times.phases == ["plan", "write"]
     assert set(facts.files.state) == {""}
+
+
+def test_times_of_very_many_ranks_are_those_of_the_first() -> None:
+    times = SaveTimes(pack_column(range(30_000)), {f"{i}": pack_column([i] * 30_000) for i in range(100)})
+    found = facts_of(metadata_of([], own_names(1), times=times), "x").times
+    assert found.rank == list(range(3000))
+    assert found.milliseconds == [[i] * 3000 for i in range(100)]
 
 
 def test_every_region_is_where_the_checkpoint_says(folder: Path) -> None:
