@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["inspect"]
 
 _MOST_VALUES = 20
+_MOST_METRICS = 20  # each is a column
 _MOST_LETTERS = 100
 
 
@@ -120,7 +121,8 @@ def _print_checkpoint(facts: CheckpointFacts, depth: int | None, everything: boo
 
 def _print_steps(facts: StepsFacts) -> None:
     say(f"{facts.path}  {count(len(facts.steps), 'step')}", "head")
-    names = sorted({name for step in facts.steps for name in step.metrics})
+    known = sorted({name for step in facts.steps for name in step.metrics})
+    names = known[:_MOST_METRICS]
     rows = [
         [
             str(step.step),
@@ -135,6 +137,8 @@ def _print_steps(facts: StepsFacts) -> None:
     for name in names:
         if name in facts.lowest:
             say(f"{name} is lowest at step {facts.lowest[name]}, highest at step {facts.highest[name]}")
+    if len(names) < len(known):
+        say(f"… {count(len(known) - len(names), 'more metric')}; see --json", "faint")
     for folder in facts.uncommitted:
         say(f"{folder} holds no checkpoint: it is being saved, or a save has failed", "faint")
     for folder, reason in facts.unread.items():

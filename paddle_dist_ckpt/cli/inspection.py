@@ -230,7 +230,6 @@ def steps_facts(path: str) -> StepsFacts | None:
     root = Path(local_path(path))
     if not root.is_dir() or not any(child.name.startswith("step-") for child in root.iterdir()):
         return None
-    from ..manager.retention import Retention
     from ..manager.steps import Steps, step_folder
 
     found, opened = Steps(root), Folders()
@@ -239,21 +238,21 @@ def steps_facts(path: str) -> StepsFacts | None:
         return None
     found.look(opened)
     steps = list(_steps(root, found.metrics, step_folder))
-    known = {fact.step: fact.metrics for fact in steps}
-    names = sorted({name for metrics in known.values() for name in metrics})
-
-    def best(mode: str) -> dict[str, int]:
-        chosen = {name: Retention(None, None, (name, mode)).best_of(known) for name in names}
-        return {name: step for name, step in chosen.items() if step is not None}
-
+    committed = {fact.step for fact in steps}
+    lowest, highest = dict[str, tuple[float, int]](), dict[str, tuple[float, int]]()  # of equals the later step
+    for fact in steps:
+        for name, value in fact.metrics.items():
+            if not math.isnan(value):
+                lowest[name] = min((value, -fact.step), lowest.get(name, (value, 0)))
+                highest[name] = max((value, fact.step), highest.get(name, (value, 0)))
     return StepsFacts(
         path=str(root.absolute()),
         steps=steps,
-        latest=max(known, default=None),
-        lowest=best("min"),
-        highest=best("max"),
+        latest=max(committed, default=None),
+        lowest={name: -step for name, (_, step) in sorted(lowest.items())},
+        highest={name: step for name, (_, step) in sorted(highest.items())},
         uncommitted=[
-            step_folder(root, step).name for step in folders if step not in known and step not in found.unread
+            step_folder(root, step).name for step in folders if step not in committed and step not in found.unread
         ],
         unread={step_folder(root, step).name: str(error) for step, error in sorted(found.unread.items())},
     )

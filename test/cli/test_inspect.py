@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -121,6 +122,21 @@ def test_a_folder_of_steps(tmp_path: Path) -> None:
     found = answer("inspect", tmp_path, code=1)
     assert (found["latest"], found["uncommitted"], [*found["unread"]]) == (200, ["step-00000400"], ["step-00000300"])
     assert "step-00000300 cannot be read: " in run("inspect", tmp_path, code=1)
+
+
+def test_steps_of_many_metrics(tmp_path: Path) -> None:
+    """Of these the first stand in the table, which would have as many cells as all metrics times all steps."""
+    for step in range(3):
+        metrics = {"a": 1.0, "b": math.nan, "c": math.inf} | {f"m{step}_{i:03}": float(i) for i in range(500)}
+        note = {NOTE: {"step": step, "metrics": metrics}}
+        save_alone({"a": make_array((4,))}, step_folder(tmp_path, step), step, options=SaveOptions(user_metadata=note))
+    found = answer("inspect", tmp_path)
+    of_all = {"a": 2, "c": 2} | {f"m{step}_{i:03}": step for step in range(3) for i in range(500)}
+    assert found["lowest"] == found["highest"] == of_all
+    text = run("inspect", tmp_path)
+    assert "m0_016 " in text
+    assert "m0_017" not in text
+    assert "1,483 more metrics; see --json" in text
 
 
 def test_other_formats_by_folder_and_by_file(tmp_path: Path) -> None:
