@@ -181,6 +181,16 @@ def _changed(name: str, value: Any) -> Callable[[Path], None]:
     return lambda folder: write_checkpoint(folder, {"/w": Entry([4], [[]])}, [("/n", b"1")], edit=edit)
 
 
+def _times(ranks: int, phases: int) -> Callable[[Path], None]:
+    milliseconds = {f"{phase}": column(np.zeros(ranks)) for phase in range(phases)}
+    times = {"ranks": column(range(ranks), "<u4"), "milliseconds": milliseconds}
+
+    def edit(body: dict[str, Any]) -> None:
+        body.update({"world_size": ranks, "times": times} if "files" in body else {"world_size": ranks})
+
+    return lambda folder: write_checkpoint(folder, {"/w": Entry([4], [[]])}, edit=edit)
+
+
 P = 2**61 - 1
 RECIPES: dict[str, Callable[[Path], None]] = {
     "a hole": _hole,
@@ -216,12 +226,15 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "empty arrays": _values(b'{"array":["|S999999999",[0],""]}'),
     "arrays of one number": _values(b'{"array":["<f4",[1],"zczMPQ=="]}'),
     "arrays of odd shapes": _values(b'{"array":["<f4",[-1,-1,1e9],"AAAA"]}', 100),
+    "numbers far from one": _values(b"1e300", 3_500_000),
+    "lists in lists": _values(b"[" * 100 + b"1" + b"]" * 100, 690_000),
     "integers of one hash": _keys(lambda i: {"int": hex((i + 8) * P)}, 80_000),
     "integers of 64 bits that are alike at the end": _keys(lambda i: i << 43, 100_000),
     "tuples of numbers": _keys(lambda i: {"tuple": [i, -i]}, 60_000),
     "complex numbers of one hash": _keys(lambda i: {"complex": [float(-1000003 * i), float(i)]}, 80_000),
     "a text of empty lines": _text(rb"\n", 4_000_000),
     "a text of what cannot be seen": _text(rb"\u0001", 3_000_000),
+    "a text of what nobody sees": _text(b"\x7f", 4_000_000),
     "a text of one line": _text(b"a", 20_000_000),
     "a key of four megabytes": _long_keys("encoder_", 4_000_000, 1),
     "keys of a thousand letters": _long_keys("encoder_", 1000, 3000),
@@ -238,6 +251,7 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "a huge shape": _changed("layouts", [{"shape": [10**30], "cuts": [[]]}]),
     "a shape of text": _changed("layouts", [{"shape": "4", "cuts": [[]]}]),
     "a key of many digits": _changed("paths", ["/~i" + "9" * 5000]),
+    "times of many ranks": _times(15_000, 100),
     "times that are none": _changed("times", {"ranks": column([0]), "milliseconds": {"write": column([1] * 9)}}),
 }
 INLINE = [name for name, write in RECIPES.items() if write.__qualname__.startswith("_values")]
@@ -276,6 +290,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "load into": lambda folder: load_alone({"v": None, "n": 0}, folder).unique_id,
     "load by two": _into_targets,
     "inspect": lambda folder: _run("inspect", folder),
+    "inspect in JSON": lambda folder: _run("inspect", folder, "--json"),
+    "report": lambda folder: _run("report", folder, "-o", f"{folder}.html"),
     "load other keys": lambda folder: load_alone({f"encoder{c}": np.zeros(1) for c in string.ascii_letters}, folder),
     "load a name of a run": lambda folder: load_alone({"linear_0.w_0_moment1_0": np.zeros(1)}, folder),
     "cat": lambda folder: _run("cat", folder, "w"),

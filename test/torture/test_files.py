@@ -70,6 +70,22 @@ def test_files_that_describe_more_than_they_hold_cost_what_they_hold(tmp_path: P
 
 
 @pytest.mark.parametrize(
+    ("name", "reader"),
+    [
+        ("numbers far from one", "load"),
+        ("lists in lists, inline", "load"),
+        ("numbers far from one, inline", "inspect in JSON"),
+        ("a text of what nobody sees", "cat value in JSON"),
+        ("times of many ranks", "report"),
+    ],
+)
+def test_what_one_reader_took_too_much_for(tmp_path: Path, name: str, reader: str) -> None:
+    plain = name.removesuffix(", inline")
+    place = _NAMES.index(plain) if plain == name else len(_NAMES) + hostile_files.INLINE.index(plain)
+    assert hostile_files.attempt(place, tmp_path, [reader])["read"] == 1
+
+
+@pytest.mark.parametrize(
     ("cost", "problem"),
     [
         (Cost("", (), 64 << 20, 0.5), None),
