@@ -17,7 +17,7 @@ from ..core.cached import cached_property
 from ..core.shards import Kind
 from ..files.metadata import Metadata
 from ..tree.names import may_be_optimizers
-from ..tree.paths import is_own, plain_key
+from ..tree.paths import is_own, own_among, parse_path, plain_key
 from ..visible import MOST_KEY
 
 __all__ = ["Hint", "Hints"]
@@ -79,9 +79,10 @@ class Hints:
 
     def nested(self, key: str) -> str | None:
         """Where a flat key stands in the nested state_dict that was saved; None if it is no stored key."""
-        parts = self._metadata.flat_mapping.get(key)
-        if parts is None:
+        path = self._stored.get(key) or self._own.get(key)
+        if path is None:
             return None
+        parts = parse_path(path)
         return "".join(f"[{part!r}]" if isinstance(part, (str, int)) else f"[{part.at}]" for part in parts)
 
     def advice(self) -> str:
@@ -158,6 +159,11 @@ class Hints:
         metadata = self._metadata
         paths = metadata.paths
         return {metadata.key(path): path for path in paths if not is_own(path)}
+
+    @cached_property
+    def _own(self) -> dict[str, str]:
+        """The path of each key below which ranks have something of their own."""
+        return {self._metadata.key(path): path for path in own_among(self._metadata.paths)}
 
     def _hint(self, key: str) -> Hint | None:
         path, table = self._stored[key], self._metadata.table
