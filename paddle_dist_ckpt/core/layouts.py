@@ -136,6 +136,9 @@ class Layout:
         cuts = self.cuts()
         if cuts is not None:
             return LayoutRecord(list(self.shape), cuts)
+        if not len(self.parts):  # in less time
+            nothing = [pack_column([])] * len(self.shape)
+            return LayoutRecord(list(self.shape), None, 0, nothing, nothing)
         offsets, extents = (list(map(pack_column, rows.T)) for rows in (self.boxes.offset, self.boxes.shape))
         return LayoutRecord(list(self.shape), None, len(self.boxes), offsets, extents)
 
@@ -153,6 +156,8 @@ class Layout:
             return _checked_grid(shape, record.cuts, most)
         if not 0 <= record.count <= most or len(record.offsets) != len(shape) or len(record.extents) != len(shape):
             raise CheckpointCorruptedError(f"a layout of shape {shape} has {record.count} boxes")
+        if not record.count and not any(column.data for column in (*record.offsets, *record.extents)):
+            return cls(shape, Boxes.of([], len(shape)))
         bounds = [n + 1 for n in shape]
         boxes = Boxes(*(_stack(columns, record.count, bounds) for columns in (record.offsets, record.extents)))
         pieces = [slice(start, start + MANY + 1) for start in range(0, len(boxes), MANY)]  # each with the row behind it
