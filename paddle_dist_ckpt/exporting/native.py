@@ -80,6 +80,7 @@ def _data_files(
     shares = divide_files([sum(tensor.nbytes for tensor in group) for group, _ in groups], ranks)
     writers = [rank for rank, share in enumerate(shares) if share]
     files: list[ExportFile] = []
+    own: Any = values  # encoded as they are
     for rank in writers:
         for part, (group, table) in enumerate(groups[number] for number in shares[rank]):
             info = DataFileInfo(
@@ -90,7 +91,7 @@ def _data_files(
                 part=part,
                 parts=len(shares[rank]),
                 tensors=table_to_record(_table([(tensor, 0) for tensor in group])),
-                values=[] if files else [(path, msgspec.Raw(msgspec.json.encode(tree))) for path, tree in values],
+                values=[] if files else own,
                 writers=None if files else writers,
                 user_metadata=None if files else user_tree,
             )
