@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..tree.paths import ListIndex, Part, TupleIndex
+from ..tree.values import is_tagged
 from .assembly import text_of
 from .numpy_pickles import PickledArray
 from .pickle_machine import Latin1, Lying
@@ -91,7 +92,8 @@ class _Tree:
     def _plain(self, path: tuple[Part, ...], value: Any, depth: int) -> Any:
         kind = type(value)
         text = len(value) if kind in (str, Latin1) else value.bit_length() // 4 if kind is int else 0
-        self._count(path, (_STEPS if kind in _PLAIN else _STEPS_OF_CONTAINER) + text // _CHEAP)
+        is_small = kind in _PLAIN and not is_tagged(value)
+        self._count(path, (_STEPS if is_small else _STEPS_OF_CONTAINER) + text // _CHEAP)
         if kind in _PLAIN:
             return value
         if kind is Latin1:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ..core.dtypes import DTYPES, DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..tree.paths import ListIndex, Part, TupleIndex
+from ..tree.values import is_tagged
 from .budget import Budget
 from .checks import check_shape, shown
 from .numpy_pickles import PickledArray
@@ -127,7 +128,8 @@ class _PlainValue:
         """A copy that shares nothing, so that what refers to one thing often is found out."""
         kind = type(value)
         text = len(value) if kind is str else value.bit_length() // 4 if kind is int else 0
-        self._budget.spend((_STEPS if kind in _SMALL else _STEPS_OF_CONTAINER) + text // _CHEAP, self._where)
+        is_small = kind in _SMALL and not is_tagged(value)
+        self._budget.spend((_STEPS if is_small else _STEPS_OF_CONTAINER) + text // _CHEAP, self._where)
         if kind in _SMALL:
             return value
         if kind is Latin1:

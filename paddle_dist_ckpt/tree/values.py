@@ -43,6 +43,7 @@ __all__ = [
     "decode_value",
     "encode_value",
     "from_jsonable",
+    "is_tagged",
     "to_jsonable",
 ]
 
@@ -195,6 +196,12 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: {"bytes": _base64(value)},
     complex: lambda value: {"complex": [_encode_float(value.real), _encode_float(value.imag)]},
 }
+
+
+def is_tagged(value: Any) -> bool:
+    """Whether a number or a text is an object with a tag in JSON, which takes as much as a container."""
+    encoder = _ENCODERS.get(type(value))
+    return encoder is not None and type(encoder(value)) is dict
 
 
 _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (

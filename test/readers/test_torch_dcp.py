@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import random
 import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -606,6 +608,13 @@ def cyclic_lists(writer: DCPWriter) -> None:
     writer.put("v", None, saved(None, pickle=b"\x80\x02]q\x00h\x00a."))
 
 
+def shared_numbers(writer: DCPWriter) -> None:
+    """That are none, and so objects in JSON."""
+    nan = b"G" + struct.pack(">d", math.nan) + b"q\1"
+    writer.tensors["v"] = writer.record("BytesStorageMetadata")
+    writer.put("v", None, saved(None, pickle=b"\x80\x02](" + nan + b"h\1" * 400_000 + b"e."))
+
+
 def shared_tensors(writer: DCPWriter) -> None:
     parts = [tensor("uint8", (1,))] * 20_000
     writer.add_value("v", {"x" * 60_000: parts}, b"x")
@@ -622,7 +631,9 @@ def test_many_that_cannot_be_held_take_little_time_and_memory(tmp_path: Path) ->
     assert taken["seconds"] < 2 * slowness()  # one, on a machine that has nothing else to do
 
 
-@pytest.mark.parametrize("make", [many_chunks, long_paths, shared_lists, deep_lists, cyclic_lists, shared_tensors])
+@pytest.mark.parametrize(
+    "make", [many_chunks, long_paths, shared_lists, deep_lists, cyclic_lists, shared_numbers, shared_tensors]
+)
 def test_bombs_are_refused_soon_and_with_little_memory(make: Callable[[DCPWriter], None], tmp_path: Path) -> None:
     writer = DCPWriter()
     make(writer)

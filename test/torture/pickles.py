@@ -50,6 +50,8 @@ PICKLES: dict[str, Callable[[int], bytes]] = {
     "keys that are texts": _counted(lambda i: b"\x8c\x06%06x}" % i, _DICT + b"(", b"u."),
     "numbers by name": _counted(lambda i: b"\x8c\x06%06xK\1" % i, _DICT + b"(", b"u."),
     "arrays of one byte": lambda size: pickle.dumps({f"{i:06x}": np.zeros(1, np.uint8) for i in range(size // 38)}, 4),
+    "one half of a surrogate pair": _again(b"h\0", _LIST + b"\x8c\x03\xed\xa0\x80\x94", b"es."),
+    "what is no number": _again(b"h\0", _LIST + b"G\x7f\xf8\0\0\0\0\0\0\x94", b"es."),
     "marks": _again(b"(1"),
     "what is dropped": _again(b"N0"),
 }

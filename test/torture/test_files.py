@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from paddle_dist_ckpt import read_metadata
 from test import strategies
+from test.jobs import load_whole
 from test.strategies import some
 
 from . import decoders, hostile_files
@@ -98,10 +99,22 @@ def test_what_is_not_allowed_is_found(cost: Cost, problem: str | None) -> None:
     assert problem_of(cost, 1 << 20) == problem
 
 
+def _cost_of_pickle(read: Callable[[Path], object], content: bytes, folder: Path) -> Cost:
+    for name, data in {"small": PICKLES["marks"](99), "large": content}.items():
+        (folder / name).mkdir()
+        (folder / name / "a.pdparams").write_bytes(data)
+    return cost_of(read, folder / "small", folder / "large")
+
+
+@pytest.mark.parametrize("name", ["one half of a surrogate pair", "what is no number"])
+def test_what_is_small_in_a_pickle_and_large_in_json_keeps_the_budget(name: str, tmp_path: Path) -> None:
+    content = PICKLES[name](1 << 20)
+    assert problem_of(_cost_of_pickle(lambda path: len(load_whole(path)), content, tmp_path), len(content)) is None
+
+
 @pytest.mark.parametrize("name", some(PICKLES, 3))
 def test_small_pickles_made_to_be_expensive_keep_the_budget(name: str, tmp_path: Path) -> None:
     content = PICKLES[name](4 << 20)
     assert abs(len(content) - (4 << 20)) < 2 << 10, "as large as asked for, but for a part that does not fit"
-    (tmp_path / "a.pdparams").write_bytes(content)
-    cost = cost_of(lambda path: len(read_metadata(path).table.paths), tmp_path, tmp_path)
+    cost = _cost_of_pickle(lambda path: len(read_metadata(path).table.paths), content, tmp_path)
     assert problem_of(cost, len(content)) is None
