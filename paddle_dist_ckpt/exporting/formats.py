@@ -11,6 +11,7 @@ import msgspec
 
 from ..core.decoding import MOST_COST, json_cost
 from ..core.dtypes import DType, dtype_named
+from ..core.garbage import no_collections
 from ..core.messages import prepare
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
@@ -125,6 +126,7 @@ class ExportFormat:
     is_file: bool = False
 
 
+@no_collections()
 def plan_export(
     source: Storage, metadata: Metadata, request: ExportRequest, choose: Choose, ranks: int, save: SaveInfo
 ) -> ExportPlan:

@@ -12,6 +12,7 @@ import numpy as np
 from ..core.box import flat_range
 from ..core.buffers import Buffers
 from ..core.dtypes import cast_array
+from ..core.garbage import no_collections
 from ..core.memory import Bytes1D
 from ..core.parts import NEW, Part
 from ..core.threads import run_all
@@ -72,13 +73,14 @@ def write_files(
         UnsupportedValueError: a finite value cannot be held by the element type that it is converted to.
         OSError: reading or writing failed.
     """
-    cut = [cut_in_windows(file) for file in files]
-    pieces = [piece for windows in cut for window in windows for piece in window.pieces]
-    pairs = ((piece, source) for piece in pieces for source in piece.sources())
-    reads = [_Read(number, piece, source) for number, (piece, source) in enumerate(pairs)]
-    of_piece: dict[int, list[_Read]] = {id(piece): [] for piece in pieces}
-    for read in reads:
-        of_piece[id(read.piece)].append(read)
+    with no_collections():
+        cut = [cut_in_windows(file) for file in files]
+        pieces = [piece for windows in cut for window in windows for piece in window.pieces]
+        pairs = ((piece, source) for piece in pieces for source in piece.sources())
+        reads = [_Read(number, piece, source) for number, (piece, source) in enumerate(pairs)]
+        of_piece: dict[int, list[_Read]] = {id(piece): [] for piece in pieces}
+        for read in reads:
+            of_piece[id(read.piece)].append(read)
     buffers = Buffers(threads)
     written: list[FileInfo] = []
     rows, boxes = [read.source.row for read in reads], [read.source.box for read in reads]

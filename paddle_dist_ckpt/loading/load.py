@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..control.rounds import Messages, ask, only_on
+from ..core.garbage import no_collections
 from ..core.host import this_host
 from ..core.messages import encode
 from ..core.text import encodable
@@ -322,6 +323,7 @@ class LeavesLoad:
         del answer
         return self._ask("decide", plan, DecideAnswer, LoadCoordinator.decide)
 
+    @no_collections()
     def _plan(self, wanted: WantedState, answers: list[LoadAnswer]) -> tuple[Fit, DecideRequest]:
         session, options, answer = self.context.session, self.context.options, answers.pop()
         left_out = wanted.choose_own(answer, session.rank, session.ranks, options.per_rank)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from ..control.rounds import check_same
+from ..core.garbage import no_collections
 from ..core.messages import counted, decode, encode
 from ..core.parts import Arranged, IdleStatement, WantedTensor
 from ..core.shards import Kind
@@ -71,6 +72,7 @@ class LoadCoordinator:
         self._restarts = Restarts(context.storage)
         self._doubtful: list[str] = []
 
+    @no_collections()
     def request(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``request``: what the checkpoint has of what each rank wants."""
         requests = {rank: decode(data, LoadRequest) for rank, data in sorted(messages.items())}

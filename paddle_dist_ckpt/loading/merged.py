@@ -10,6 +10,7 @@ from typing import Any
 
 from ..control import NoTransport, SoloHub
 from ..core.dtypes import DType, arithmetic_dtype
+from ..core.garbage import no_collections
 from ..core.memory import zeros_of
 from ..core.parts import Arranger
 from ..core.shards import Kind
@@ -75,6 +76,7 @@ def load_merged(
     return tree
 
 
+@no_collections()
 def _choose(
     storage: Storage,
     unique_id: int | None,
@@ -101,6 +103,7 @@ def _choose(
         return metadata, chosen
 
 
+@no_collections()
 def _add_leaves(leaves: Leaves, metadata: Metadata, chosen: Chosen, empty: _Empty) -> None:
     """Add memory for what is loaded, and the places of values."""
     table = metadata.table
