@@ -98,7 +98,8 @@ def _scalar_text(value: Any, most: int) -> str:
 
 def _array_text(array: Any, most: int) -> str:
     """An array in one line; of a large one the first items."""
-    dtype, name = array.dtype, _type_text(array.dtype)
+    dtype = array.dtype
+    name = repr(dtype.str) if dtype.kind in "SUMm" else _name(dtype)
     count = min(_MOST_FLOATS if dtype.kind in "fcV" else _MOST_ITEMS, 8 * most // max(1, dtype.itemsize))
     if 0 < array.size <= count:
         return f"array({_items_text(array)}, dtype={name})"
@@ -106,9 +107,9 @@ def _array_text(array: Any, most: int) -> str:
     return f"array([{', '.join(filter(None, some))}], shape={array.shape}, dtype={name})"
 
 
-@lru_cache
-def _type_text(dtype: Any) -> str:
-    return dtype.name if dtype.kind in "biufcV" else repr(dtype.str)
+@lru_cache  # not of times, which may be of very many types, and whose hashes take longer than their names
+def _name(dtype: Any) -> str:
+    return str(dtype.name)
 
 
 def _items_text(array: Any) -> str:
