@@ -109,7 +109,7 @@ def _array_text(array: Any, most: int) -> str:
 
 @lru_cache  # not of times, which may be of very many types, and whose hashes take longer than their names
 def _name(dtype: Any) -> str:
-    return str(dtype.name)
+    return str(dtype.name) if dtype.isnative else repr(dtype.str)  # or two that differ by it would look alike
 
 
 def _items_text(array: Any) -> str:

@@ -20,7 +20,8 @@ def test_values_as_text() -> None:
     assert value_text(np.arange(100).reshape(10, 10)).startswith("array([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [10, ")
     assert value_text(np.zeros((10**9, 0), "<i2")) == "array([], shape=(1000000000, 0), dtype=int16)"
     assert value_text(np.float32([[0.1, np.nan], [1e30, -0.0]])) == "array([[0.1, nan], [1e+30, -0.0]], dtype=float32)"
-    assert value_text(np.array(7, ">u2")) == "array(7, dtype=uint16)"
+    assert value_text(np.array(7, "<u2")) == "array(7, dtype=uint16)"
+    assert value_text(np.array(7, ">u2")) == "array(7, dtype='>u2')"
     assert value_text(np.array([7, 8], "m8[s]")) == "array(['7 seconds', '8 seconds'], dtype='<m8[s]')"
     assert value_text(np.array([b"\xff"])) == r"array([b'\xff'], dtype='|S1')"
     assert value_text(np.array(["x" * 10**6])) == "array([…], shape=(1,), dtype='<U1000000')"
