@@ -119,11 +119,13 @@ class TensorColumns:
 
 @dataclass(frozen=True, slots=True)
 class TimeColumns:
-    """Milliseconds of each phase, in order, on each rank; both empty where nobody has kept them."""
+    """Milliseconds of each phase, in order, on each rank; both empty where nobody has kept them. ``left_out`` says how
+    many more ranks there are."""
 
     rank: list[int]
     phases: list[str]
     milliseconds: list[list[int]]
+    left_out: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,11 +288,12 @@ def _ranks(files: FileColumns, times: TimeColumns, world_size: int) -> RankColum
 def _times(metadata: Metadata) -> TimeColumns:
     """How long the save took; of more ranks than the page has room for, on the first of them."""
     if metadata.times is None:
-        return TimeColumns([], [], [])
+        return TimeColumns([], [], [], 0)
     ranks, phases = metadata.times.columns()
     most = min(_MOST_RANKS, _MOST_TIMES // max(1, len(phases)))
     return TimeColumns(
         rank=ranks[:most].tolist(),
         phases=[visible(phase) for phase in phases],
         milliseconds=[column[:most].tolist() for column in phases.values()],
+        left_out=max(0, len(ranks) - most),
     )

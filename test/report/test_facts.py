@@ -121,6 +121,7 @@ def test_facts_are_those_of_the_checkpoint(folder: Path) -> None:
     assert facts.dtypes.name[0] == "float32"
     assert facts.times.rank == [0, 1, 2]
     assert facts.times.phases == ["plan", "write"]
+    assert facts.times.left_out == 0
     assert set(facts.files.state) == {""}
 
 
@@ -129,6 +130,7 @@ def test_times_of_very_many_ranks_are_those_of_the_first() -> None:
     found = facts_of(metadata_of([], own_names(1), times=times), "x").times
     assert found.rank == list(range(3000))
     assert found.milliseconds == [[i] * 3000 for i in range(100)]
+    assert found.left_out == 27_000
 
 
 def test_every_region_is_where_the_checkpoint_says(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "hostile": hostile_metadata(),
         "empty": metadata_of([], []),
     }
-    for name, metadata in made.items():
-        (folder / f"{name}.html").write_text(page_of(facts_of(metadata, "/data/checkpoints")), encoding="utf-8")
+    facts = {name: facts_of(metadata, "/data/checkpoints") for name, metadata in made.items()}
+    facts["large"] = replace(facts["large"], times=replace(facts["large"].times, left_out=1000))
+    for name, each in facts.items():
+        (folder / f"{name}.html").write_text(page_of(each), encoding="utf-8")
     return {path.stem: path for path in folder.glob("*.html")}
 
 
@@ -87,6 +90,13 @@ def test_it_shows_the_checkpoint(browser: Browser, pages: dict[str, Path]) -> No
     assert texts_of(browser, "#balance-chart .name") == ["rank 0", "rank 1", "rank 2", "rank 3"]
     assert {"plan", "write"} <= set(texts_of(browser, "#timeline-chart .legend li"))
     assert "float16" in text_of(browser, "#dtypes")
+
+
+def test_it_says_how_many_ranks_times_are_not_there(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["model"])
+    assert "not on this page" not in text_of(browser, "#timeline-says")
+    browser.open(pages["large"])
+    assert text_of(browser, "#timeline-says").endswith(" The times of 1,000 more ranks are not on this page.")
 
 
 def test_a_search_and_a_click_on_a_tensor(browser: Browser, pages: dict[str, Path]) -> None:

@@ -90,8 +90,9 @@ function startTimeline() {
   const ends = T.rank.map((_, i) => after.reduce((sum, p) => sum + of(p, i), 0));
   const slowest = ends.indexOf(most(ends));
   const rate = ends[slowest] > 0 ? ` That is ${bytes(F.totals.nbytes / (ends[slowest] / 1000))} a second of all ranks together.` : "";
+  const left = T.left_out ? ` The times of ${plural(T.left_out, "more rank")} are not on this page.` : "";
   $("timeline-says").textContent = `What each rank did until it had written its files; the commit follows. Zero is when ranks were told the plan. ` +
-    `The last to be done was rank ${T.rank[slowest]}, after ${seconds(ends[slowest])}.${rate}`;
+    `The last to be done was rank ${T.rank[slowest]}, after ${seconds(ends[slowest])}.${rate}${left}`;
   const legend = el("ul", { class: "legend" }, ...all.map((p) => {
     const mark = el("span", { class: "mark", "aria-hidden": "true" });
     mark.style.background = colour(p);
