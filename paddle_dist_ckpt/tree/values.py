@@ -183,7 +183,8 @@ def _encode_float(value: Any) -> Any:
 
 def _encode_str(value: Any) -> Any:
     try:
-        value.encode()
+        if not value.isascii():  # of most it is known, and no copy is made
+            value.encode()
     except UnicodeEncodeError:
         return {"str": _base64(value.encode("utf-8", "surrogatepass"))}
     return value
