@@ -37,6 +37,8 @@ class Boxes:
             (*offset, *(0,) * (dimensions - len(offset)), *shape, *(1,) * (dimensions - len(shape)))
             for offset, shape in boxes
         ]
+        if not rows:
+            return _no_boxes(dimensions)
         table = np.array(rows, np.int64).reshape(len(rows), 2 * dimensions)
         return cls(table[:, :dimensions], table[:, dimensions:])
 
@@ -140,6 +142,13 @@ class Boxes:
             return zip(*((numbers.setdefault(n, n) for n in column.tolist()) for column in columns.T), strict=True)
 
         return rows(self.offset), (shapes.setdefault(shape, shape) for shape in rows(self.shape))
+
+
+@functools.lru_cache(maxsize=64)
+def _no_boxes(dimensions: int) -> Boxes:
+    """One for all tensors without elements: a file may have tens of thousands of other shapes."""
+    nothing = np.zeros((0, dimensions), np.int64)
+    return Boxes(nothing, nothing)
 
 
 def _padded(parts: Sequence[IntArray], dimensions: int, fill: int) -> IntArray:

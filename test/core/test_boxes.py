@@ -66,3 +66,10 @@ def test_what_two_boxes_have_in_common(data: st.DataObject) -> None:
     layers = np.arange(len(pairs))
     assert a.layered(layers).to_list() == [Box((i, *o), (1, *n)) for i, (o, n) in enumerate(a.to_list())]
     assert Boxes.wholes(a.shape).to_list() == [Box((0,) * len(shape), n) for _, n in a.to_list()]
+
+
+def test_tensors_without_elements_share_their_boxes() -> None:
+    nothing = Boxes.of([], 3)
+    assert Boxes.of(iter([]), 3) is nothing
+    assert nothing.offset.shape == nothing.shape.shape == (0, 3)
+    assert Boxes.of([], 2).offset.shape == (0, 2)
