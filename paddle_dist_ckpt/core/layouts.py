@@ -32,6 +32,7 @@ MOST_DIMENSIONS = 32
 _MOST_ITEMS = 2**58  # so that bytes can be counted in int64
 _FIRST: IntArray = np.zeros(1, np.int64)  # where the first box starts along a dimension
 _FIRST.flags.writeable = False
+_NO_CUTS: list[int] = []  # of a dimension that is not cut, as most are not; of very many it would take much memory
 
 
 def is_storable(shape: Sequence[int]) -> bool:
@@ -115,7 +116,7 @@ class Layout:
     def cuts(self) -> list[list[int]] | None:
         """The same without the first, as numbers."""
         starts = self.starts()
-        return [s[1:].tolist() for s in starts] if starts is not None else None
+        return [s[1:].tolist() if len(s) > 1 else _NO_CUTS for s in starts] if starts is not None else None
 
     @classmethod
     def from_cuts(cls, shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> Layout:

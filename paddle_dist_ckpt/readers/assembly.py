@@ -21,7 +21,8 @@ __all__ = ["Assembly", "AtPath", "text_of"]
 _MOST_PARTS = 64
 _MOST_CHARACTERS = 4096  # of a path
 _CHARACTERS_OF_STEP = 8  # of a reason
-_STEPS_OF_LEAF, _STEPS_OF_PIECE = 18, 12
+_STEPS_OF_LEAF, _STEPS_OF_PIECE = 64, 12
+_STEPS_OF_SHAPE, _STEPS_OF_DIMENSION = 60, 14  # of a tensor of a shape that none before it has; it is cut as none is
 _FEW_DIMENSIONS, _STEPS_OF_BOX = 4, 3  # of one piece of several, for each dimension beyond a few
 _MOST_SHOWN = 200  # characters of a key in a message
 _INT64 = range(-(2**63), 2**63)
@@ -68,6 +69,7 @@ class Assembly:
         self._lost: list[tuple[Part, ...]] = []
         # As texts, whose hashes nobody knows: tuples of integers can be made to have one hash, all of them.
         self._leaves: set[str] = set()
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def file(self, name: object, where: object) -> int:
         """The number of a file that ``where`` speaks of, which is text or becomes text.
@@ -129,7 +131,7 @@ class Assembly:
             overlap = first_overlap([piece.box for piece in parts], lambda steps: self._budget.spend(steps, entry))
             if overlap is not None:
                 raise CheckpointCorruptedError(f"{entry} has the parts {overlap[0]} and {overlap[1]}, which overlap")
-        self._tensors.append(StoredTensor(path, dtype, tuple(shape), name, parts, offsets))
+        self._tensors.append(StoredTensor(path, dtype, self._shared(tuple(shape), entry), name, parts, offsets))
 
     def pieces(self, where: object, box: Box, file: int, array: LyingArray) -> Iterator[Piece]:
         """The pieces of a box that an array holds, in whatever order its elements lie."""
@@ -197,6 +199,14 @@ class Assembly:
         if text in self._leaves:
             raise CheckpointCorruptedError(f"{entry} is there twice")
         self._leaves.add(text)
+
+    def _shared(self, shape: tuple[int, ...], entry: AtPath) -> tuple[int, ...]:
+        """One object for all equal shapes."""
+        text = str(shape)  # as the paths
+        if text not in self._shapes:
+            self._budget.spend(_STEPS_OF_SHAPE + _STEPS_OF_DIMENSION * len(shape), entry)
+            self._shapes[text] = shape
+        return self._shapes[text]
 
     def _check_piece(self, entry: AtPath, shape: Sequence[int], itemsize: int, piece: Piece) -> int:
         """Refuse a piece that is not in the tensor or in its file; returns how many bytes it has."""

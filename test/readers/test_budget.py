@@ -210,7 +210,7 @@ def test_what_nobody_has_thought_of_is_damage(tmp_path: Path, monkeypatch: pytes
 
 
 def test_tensors_of_a_few_bytes_take_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some 75 bytes have 90 steps: many more for each would have checkpoints of very many such tensors refused."""
+    """Many more for each would have checkpoints of very many such tensors refused."""
     counted: list[int] = []
     spend = Budget.spend
 
@@ -222,4 +222,4 @@ def test_tensors_of_a_few_bytes_take_few_steps(tmp_path: Path, monkeypatch: pyte
     arrays = {f"w{i}": np.arange(6, dtype="float32") + i for i in range(1000)}
     (tmp_path / "a.pdparams").write_bytes(pickle.dumps(arrays, 4))
     assert len(read_metadata(tmp_path).table.paths) == len(arrays)
-    assert 50 < sum(counted) / len(arrays) < 100
+    assert 100 < sum(counted) / len(arrays) < 140

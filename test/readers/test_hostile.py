@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 import os
 import pickle
 import re
@@ -20,11 +23,12 @@ from paddle_dist_ckpt import (
     LoadOptions,
     StateDictMismatchError,
     UnsupportedValueError,
+    export,
     list_checkpoints,
     read_metadata,
 )
 from paddle_dist_ckpt.core.layouts import shared_layouts
-from test.jobs import try_load
+from test.jobs import load_whole, try_load
 from test.readers.golden import GOLDEN
 from test.readers.torch_writer import DCP, Call, DCPWriter, Global, pickled, saved, tensor
 from test.strategies import some
@@ -491,6 +495,54 @@ def write_header(folder: Path, text: bytes) -> None:
 def test_headers_of_safetensors_are_counted_by_their_length(name: str, tmp_path: Path) -> None:
     write_header(tmp_path, HEADERS[name]())
     costs_little(tmp_path, "has room for")
+
+
+SHAPES: dict[str, Callable[[], list[tuple[int, ...]]]] = {
+    "alike": lambda: [(1,)] * 27_000,
+    "each of another shape": lambda: [(0, i + 1) for i in range(17_000)],
+    "each of another shape of many dimensions": lambda: [
+        tuple(2 if d in ones else 1 for d in range(32)) for ones in itertools.combinations(range(32), 3)
+    ],
+}
+
+
+def write_tensors(folder: Path, shapes: Iterable[tuple[int, ...]]) -> None:
+    """A safetensors file of tensors of bytes of these shapes."""
+    header, end = {}, 0
+    for i, shape in enumerate(shapes):
+        begin, end = end, end + math.prod(shape)
+        header[f"w{i}"] = {"dtype": "U8", "shape": shape, "data_offsets": [begin, end]}
+    folder.mkdir()
+    write_header(folder, json.dumps(header).encode())
+    with (folder / "a.safetensors").open("ab") as file:
+        file.write(bytes(end))
+
+
+def _converted(folder: Path) -> int:
+    out = folder.with_name(f"{folder.name}-converted")
+    export(folder, out, "native")
+    return len(read_metadata(out).table.paths)
+
+
+@pytest.mark.parametrize("read", [lambda folder: len(load_whole(folder)), _converted], ids=["loaded", "converted"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_nearly_as_many_tiny_tensors_as_are_read_keep_the_budget(
+    name: str, read: Callable[[Path], int], tmp_path: Path
+) -> None:
+    shapes = SHAPES[name]()
+    write_tensors(tmp_path / "few", [(1,), (2,)])
+    write_tensors(tmp_path / "many", shapes)
+    cost = cost_of(read, tmp_path / "few", tmp_path / "many")
+    assert cost.outcome == str(len(shapes))
+    assert problem_of(cost, bytes_on_disk(tmp_path / "many")) is None
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_twice_as_many_tiny_tensors_are_refused(name: str, tmp_path: Path) -> None:
+    shapes = SHAPES[name]()
+    write_tensors(tmp_path / "many", 2 * shapes)
+    with pytest.raises(CheckpointCorruptedError, match="has room for"):
+        read_metadata(tmp_path / "many")
 
 
 @pytest.mark.parametrize("sign", ["w", "\u00fc", "\u6743", "\U0001f600"])
