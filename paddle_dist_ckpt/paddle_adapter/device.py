@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import paddle
 from paddle.base import core
 from paddle.base.framework import _current_expected_place as _current_place
@@ -141,8 +142,8 @@ def name_of(place: Any) -> str:
     return f"gpu:{place.gpu_device_id()}" if place.is_gpu_place() else f"xpu:{place.xpu_device_id()}"
 
 
-def host_tensor(data: Bytes1D) -> Any:
-    """Host memory as a tensor, without a copy. It must be writable."""
+def host_tensor(data: npt.NDArray[Any]) -> Any:
+    """Host memory as a tensor of the same type, without a copy. It must be writable."""
     return paddle.utils.dlpack.from_dlpack(data.__dlpack__())
 
 

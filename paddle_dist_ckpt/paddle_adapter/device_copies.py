@@ -27,7 +27,7 @@ from ..core.columns import IntArray
 from ..core.memory import Bytes1D, address_of, bytes_at, copy_various, fresh_pages
 from ..core.packs import PACK_BYTES, SMALL_BYTES, packs_of, stand_together
 from . import device as device_module
-from .device import at_device, has_kernels, host_tensor
+from .device import at_device, has_kernels
 from .device_memory import MemoryKind, StridedBytes, TensorBytes, memories_of
 from .device_streams import current_stream, forget_reached, recorded, stream_for_copies, wait_for
 
@@ -277,7 +277,7 @@ class _PackedCopies:
 
     def alike(self, data: Bytes1D, inner: Sequence[int]) -> Any:
         """Host memory as a tensor of the same type and of such a shape, without a copy."""
-        tensor = host_tensor(data).view(self.kind.dtype)
+        tensor = self.kind.on_host(data)
         return tensor.reshape([-1, *inner]) if inner else tensor
 
 
@@ -308,7 +308,7 @@ def _write_one(request: _Request) -> _Work:
     if isinstance(memory, StridedBytes):
         between = paddle.empty(source.shape, source.dtype)
         between.copy_(source, False)
-        memory.view().copy_(between, False)
+        memory.write(between)
         return (memory, source, between), nbytes, None
     target = memory.part(start, nbytes)
     target.copy_(source, False)

@@ -4,18 +4,42 @@ without any other memory."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import paddle
 
-from ..core.memory import Bytes1D
+from ..core.memory import Bytes1D, address_of
+from ..errors import UnsupportedValueError
 from .device import are_one_place, at_device, has_kernels, host_tensor, name_of
 
-__all__ = ["MemoryKind", "StridedBytes", "TensorBytes", "memories_of"]
+__all__ = ["MemoryKind", "StridedBytes", "TensorBytes", "memories_of", "strided_writer"]
 
+# Paddle 3.0.0 ends the process where a tensor is viewed as one of wider items.
+_AS_WIDE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 _view_shape = getattr(paddle._C_ops, "view_shape", paddle.Tensor.view)  # what Tensor.view calls, without its questions
+
+
+@cache
+def strided_writer(device: str) -> Callable[[Any, Any], object] | None:
+    """What writes a tensor of a device to one whose items do not stand together; None if nothing does.
+
+    It is tried out: before 3.2, Paddle's ``copy_`` writes them as if they stood together, over what is between them.
+    """
+    with at_device(device), paddle.no_grad():
+        for write in (lambda target, source: target.copy_(source, False), _assign):
+            memory = paddle.zeros([3, 2])
+            write(paddle.as_strided(memory.detach(), [3], [2]), paddle.ones([3]))
+            if memory.tolist() == [[1, 0]] * 3:
+                return write
+    return None
+
+
+def _assign(target: Any, source: Any) -> None:
+    paddle._C_ops.assign_out_(source, target)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +49,19 @@ class MemoryKind:
     device: str
     dtype: Any
     itemsize: int
+
+    def on_host(self, data: Bytes1D) -> Any:
+        """Host memory as a tensor of this type, without a copy. It must be writable.
+
+        Raises:
+            UnsupportedValueError: this Paddle makes a copy.
+        """
+        tensor = host_tensor(data.view(_AS_WIDE[self.itemsize])).view(self.dtype)
+        if tensor.data_ptr() != address_of(data):
+            raise UnsupportedValueError(
+                "tensors on a device need Paddle 3.0 or newer: this one copies host memory where it should use it"
+            )
+        return tensor
 
 
 _kinds: dict[tuple[str, str], MemoryKind] = {}
@@ -110,14 +147,15 @@ class TensorBytes:
 
     def strided(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> StridedBytes | None:
         """See :class:`..core.device_memory.DeviceBytes`."""
-        if not has_kernels(self.kind.device, self.kind.dtype, "contiguous", "strided_copy"):
+        device = self.kind.device
+        if not has_kernels(device, self.kind.dtype, "contiguous", "strided_copy") or strided_writer(device) is None:
             return None
         steps = [stride // self.kind.itemsize for stride in strides]
         return StridedBytes(self, start, shape, steps)
 
     def alike(self, data: Bytes1D) -> Any:
         """Host memory as a tensor of the same type, without a copy. It must be writable."""
-        return host_tensor(data).view(self.kind.dtype)
+        return self.kind.on_host(data)
 
 
 class StridedBytes:
@@ -139,10 +177,16 @@ class StridedBytes:
         tensor = self._memory.tensor.detach()
         return paddle.as_strided(tensor, self._shape, self._steps, tensor.offset + self._start)
 
+    def write(self, source: Any) -> None:
+        """Fill them from a contiguous tensor on the device, of the same shape."""
+        writer = strided_writer(self.kind.device)
+        assert writer is not None, "there are strided items where they can be written"
+        writer(self.view(), source)
+
     def strided(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> None:
         """See :class:`..core.device_memory.DeviceBytes`; it is not memory that has parts."""
         raise NotImplementedError
 
     def alike(self, data: Bytes1D) -> Any:
         """Contiguous host memory as a tensor of the same type and shape, without a copy. It must be writable."""
-        return host_tensor(data).view(self.kind.dtype).reshape(self._shape)
+        return self.kind.on_host(data).reshape(self._shape)

@@ -18,6 +18,7 @@ from test.paddle import cases_async as host_cases
 from test.paddle.outcomes import Outcome
 from test.paddle.tensors import to_array
 from test.paddle.test_async_save import assert_numbers, results_of
+from test.paddle.versions import EMPTY_CACHE, lacks
 from test.ranks.fresh import FreshRanks, logs_of
 from test.strategies import some
 from test.waiting import until
@@ -113,6 +114,7 @@ def test_killed_rank(tmp_path: Path) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@lacks(EMPTY_CACHE, "cannot free cached memory of a device")
 def test_device_memory_is_free_again_when_the_call_returns(devices: DevicePool, tmp_path: Path) -> None:
     megabytes = 32
     for after, peak in devices.run(cases.device_memory_meanwhile, str(tmp_path), megabytes, ranks=1):

@@ -13,6 +13,7 @@ from test import strategies
 from test.device_plugin import build
 from test.device_plugin import cases_checkpoints as cases
 from test.device_plugin.ranks import DevicePool
+from test.paddle.versions import EMPTY_CACHE, lacks
 
 pytestmark = pytest.mark.skipif(build.reason_to_skip() is not None, reason=str(build.reason_to_skip()))
 
@@ -65,6 +66,7 @@ def test_offload_exchanges_on_the_host(tmp_path: Path, own_group: bool) -> None:
             assert any(received for _, received in found)
 
 
+@lacks(EMPTY_CACHE, "cannot free cached memory of a device")
 @pytest.mark.parametrize("staging_bytes", [256 << 20, 1 << 20])
 def test_an_exchange_takes_little_memory_of_the_device(devices: DevicePool, tmp_path: Path, staging_bytes: int) -> None:
     for peak, calls, received in devices.run(cases.exchange_memory, str(tmp_path), staging_bytes):
@@ -84,6 +86,7 @@ def test_rounds_bound_what_a_rank_reads_for_itself(devices: DevicePool, tmp_path
         assert received == 0
 
 
+@lacks(EMPTY_CACHE, "cannot free cached memory of a device")
 def test_a_backend_without_all_to_all(tmp_path: Path) -> None:
     with DevicePool(4, all_to_all=False) as pool:
         for _, calls, received in pool.run(cases.exchange_memory, str(tmp_path / "large"), 256 << 20):

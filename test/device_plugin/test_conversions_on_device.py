@@ -15,6 +15,7 @@ from test.device_plugin.ranks import DevicePool
 from test.paddle import cases_recipes
 from test.paddle.layouts import LAYOUTS
 from test.paddle.test_conversions import SAMPLE, _hand_on
+from test.paddle.versions import LATER_THAN_3_0, lacks
 from test.strategies import some
 
 pytestmark = pytest.mark.skipif(build.reason_to_skip() is not None, reason=str(build.reason_to_skip()))
@@ -139,7 +140,7 @@ def test_merged(ready: DevicePool, saved: Saved, source: str) -> None:
     assert cases.merged_problems(load_merged_state_dict(saved(source))) == []
 
 
-@pytest.mark.parametrize("aoa", [False, True])
+@pytest.mark.parametrize("aoa", [False, pytest.param(True, marks=lacks(LATER_THAN_3_0, "has no aoa_config"))])
 @pytest.mark.parametrize(("dimension", "exchange"), [(0, "never"), (1, "never"), (0, "always"), (1, "always")])
 def test_what_is_made_of_others(ready: DevicePool, tmp_path: Path, dimension: int, exchange: str, aoa: bool) -> None:
     arguments = (str(tmp_path), 2, dimension, exchange, aoa)

@@ -19,6 +19,7 @@ from test.paddle import cases_copies as copies_cases
 from test.paddle import cases_failures as host_cases
 from test.paddle.outcomes import Outcome
 from test.paddle.test_failures import SOON, assert_holds, assert_saves_and_loads, no_files_but
+from test.paddle.versions import EMPTY_CACHE, lacks
 from test.ranks.fresh import FreshRanks, logs_of
 from test.waiting import until
 
@@ -251,6 +252,7 @@ def small() -> Iterator[DevicePool]:
     pool.close()
 
 
+@lacks(EMPTY_CACHE, "cannot free cached memory of a device")
 def test_no_room_for_a_merged_checkpoint(small: DevicePool, tmp_path: Path) -> None:
     save_state_dict({"small": paddle.full([100], 1.0), "large": paddle.full([12 * MIB], 2.0)}, tmp_path)
     (found,) = small.run(cases.merge_without_room, str(tmp_path))
@@ -262,6 +264,7 @@ def test_no_room_for_a_merged_checkpoint(small: DevicePool, tmp_path: Path) -> N
     assert found["on_host"].result == (["host"], [1.0, 2.0])
 
 
+@lacks(EMPTY_CACHE, "cannot free cached memory of a device")
 def test_no_more_device_memory_than_the_tensors_have(small: DevicePool, tmp_path: Path) -> None:
     ((peak, capacity),) = small.run(cases.save_and_load_without_room, str(tmp_path), 30)
     assert 30 * MIB <= peak <= capacity == 40 * MIB

@@ -9,6 +9,7 @@ import pytest
 from test.device_plugin import build
 from test.device_plugin import cases_packs as cases
 from test.device_plugin.ranks import DevicePool
+from test.paddle.versions import EMPTY_CACHE, KEPT_DTYPES, lacks
 from test.strategies import some
 
 pytestmark = pytest.mark.skipif(build.reason_to_skip() is not None, reason=str(build.reason_to_skip()))
@@ -76,12 +77,14 @@ def test_small_tensors_are_saved_with_few_views_and_loaded_without(
     assert parts == 256
 
 
+@lacks(KEPT_DTYPES, "makes a dtype for each that asks")
 def test_tensors_here_and_there_are_told_apart_and_looked_at_together(devices: DevicePool, tmp_path: Path) -> None:
     ((alone, places),) = devices.run(cases.beside_each_other, str(tmp_path), 2000, ranks=1)
     assert alone <= 512, "those of the first few hundred, among which neither kind was known"
     assert [build.NAME in place for place in places] == [i % 2 == 0 for i in range(2000)]
 
 
+@lacks(EMPTY_CACHE, "cannot free cached memory of a device")
 def test_a_transposed_tensor_is_copied_once(devices: DevicePool, tmp_path: Path) -> None:
     ((nbytes, copied, peaks),) = devices.run(cases.transposed, str(tmp_path), 2500, 4100, ranks=1)
     assert copied == [nbytes] * 3

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import paddle
 import pytest
 
+from paddle_dist_ckpt.errors import UnsupportedValueError
 from paddle_dist_ckpt.paddle_adapter import device, device_memory
 from paddle_dist_ckpt.paddle_adapter.device import are_on_device, are_one_place
 from paddle_dist_ckpt.paddle_adapter.device_memory import TensorBytes, memories_of
+from test.paddle.versions import SHARED_HOST_MEMORY, lacks
 
 _DTYPES = ("float32", "int64", "bfloat16", "float32")
 _MORE = [("float32", 4), ("bfloat16", 2), ("int64", 8)]
@@ -109,3 +112,62 @@ def test_each_tensor_is_looked_at_unless_all_are_at_one_place(
     tensors = [_At(name) for name in names]
     assert are_on_device(tensors) == expected
     assert are_one_place([tensor.place for tensor in tensors]) == (len(set(names)) == 1)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "float16", "bfloat16", "float32", "int64", "complex64", "complex128"]
+)
+@lacks(SHARED_HOST_MEMORY, "copies host memory")
+def test_host_memory_as_a_tensor_of_any_type(dtype: str) -> None:
+    """Where it is viewed as one of wider items, Paddle 3.0.0 ends the process."""
+    tensor = paddle.to_tensor([1, 0, 1, 1]).astype(dtype)
+    (memory,) = memories_of([tensor])
+    data = np.zeros(4 * memory.kind.itemsize, np.uint8)
+    seen = memory.kind.on_host(data)
+    assert seen.dtype == tensor.dtype
+    assert seen.data_ptr() == data.ctypes.data
+    seen.copy_(tensor, False)
+    assert data.tobytes() == memory.kind.on_host(data).numpy().tobytes() == tensor.numpy().tobytes()
+
+
+def test_a_copy_of_host_memory_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Paddle 2.6 makes: what a device copies there is lost."""
+    monkeypatch.setattr(device_memory, "host_tensor", lambda data: device.host_tensor(data.copy()))
+    (memory,) = memories_of([paddle.zeros([4])])
+    with pytest.raises(UnsupportedValueError, match="need Paddle 3.0 or newer"):
+        memory.kind.on_host(np.zeros(16, np.uint8))
+
+
+def _written() -> list[list[float]]:
+    """Columns 1 and 3 of a tensor of 5 columns, when ones were written to them."""
+    memory = paddle.zeros([3, 5])
+    writer = device_memory.strided_writer("cpu")
+    assert writer is not None
+    writer(paddle.as_strided(memory.detach(), [2, 3], [2, 5], 1 * 4), paddle.ones([2, 3]))
+    return memory.tolist()
+
+
+@pytest.fixture
+def untried() -> Iterator[None]:
+    device_memory.strided_writer.cache_clear()
+    yield
+    device_memory.strided_writer.cache_clear()
+
+
+@pytest.mark.usefixtures("untried")
+def test_items_are_written_where_they_are_and_nothing_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a version of Paddle whose ``copy_`` takes them to stand together, as it did before 3.2."""
+    assert _written() == [[0, 1, 0, 1, 0]] * 3
+    device_memory.strided_writer.cache_clear()
+    monkeypatch.setattr(paddle.Tensor, "copy_", _copy_side_by_side)
+    assert _written() == [[0, 1, 0, 1, 0]] * 3
+    device_memory.strided_writer.cache_clear()
+    monkeypatch.setattr(device_memory, "_assign", _copy_side_by_side)
+    assert device_memory.strided_writer("cpu") is None
+    monkeypatch.setattr(device_memory, "has_kernels", lambda *names: True)
+    assert memories_of([paddle.zeros([3, 5])])[0].strided(4, [2, 3], [8, 20]) is None
+
+
+def _copy_side_by_side(target: paddle.Tensor, source: paddle.Tensor, *_: bool) -> None:
+    count = int(source.numel())
+    target.detach().as_strided([count], [1], target.offset)[:] = source.reshape([-1])
