@@ -17,6 +17,7 @@ from ..core.tensors import Reduction
 from ..errors import UnsupportedValueError
 
 __all__ = [
+    "COPIES_ARE_COMPARED",
     "IS_PADDLE_2_6",
     "layout_of",
     "local_box",
@@ -28,6 +29,19 @@ __all__ = [
 ]
 
 IS_PADDLE_2_6 = not hasattr(api, "dtensor_from_local")  # for what no object there tells
+
+
+def _tells_splits() -> bool:
+    """Whether a Shard that splits its dimension differs from one that does not. In Paddle 3.1 they are equal."""
+    plain, split = dist.Shard(0), dist.Shard(0)
+    if hasattr(split, "set_split_factor"):
+        split.set_split_factor(2)
+        return bool(split != plain)
+    return True
+
+
+COPIES_ARE_COMPARED = not IS_PADDLE_2_6 and _tells_splits()
+"""Whether copies of placements equal just what their texts equal."""
 _COPIED = (dist.Shard, dist.Replicate, dist.Partial)  # not a Shard with an order, which Paddle gives back as less
 
 
@@ -65,7 +79,7 @@ def placement_copies(tensor: Any) -> list[Any] | None:
     Of some there are no copies, or they do not equal what they are of; then None.
     """
     placements = tensor.placements
-    if IS_PADDLE_2_6 or not placements or not all(type(placement) in _COPIED for placement in placements):
+    if not COPIES_ARE_COMPARED or not placements or not all(type(placement) in _COPIED for placement in placements):
         return None
     return [copy.copy(placement) for placement in placements]
 

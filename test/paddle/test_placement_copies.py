@@ -10,7 +10,8 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_dist_ckpt.paddle_adapter.placement import IS_PADDLE_2_6, placement_copies, placement_texts
+from paddle_dist_ckpt.paddle_adapter import placement
+from paddle_dist_ckpt.paddle_adapter.placement import COPIES_ARE_COMPARED, placement_copies, placement_texts
 from test.paddle.tensors import from_local
 from test.paddle.versions import FROM_LOCAL, lacks
 
@@ -33,7 +34,7 @@ def some() -> list[list[Any]]:
     return found
 
 
-@lacks(FROM_LOCAL and not IS_PADDLE_2_6, "has placements of which texts are compared")
+@lacks(FROM_LOCAL and COPIES_ARE_COMPARED, "has placements of which texts are compared")
 def test_copies_equal_what_texts_equal() -> None:
     tensors = [spread(*placements) for placements in some()]
     compared = 0
@@ -45,7 +46,16 @@ def test_copies_equal_what_texts_equal() -> None:
     assert compared >= len(tensors) * 6
 
 
-@lacks(FROM_LOCAL and not IS_PADDLE_2_6, "has placements of which texts are compared")
+@lacks(hasattr(dist.Shard, "set_split_factor"), "has no split factors")
+def test_where_placements_do_not_tell_a_split_their_texts_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Paddle 3.1, where a tensor that is refused would be taken for one that is like it but for that."""
+    monkeypatch.setattr(dist.Shard, "__ne__", lambda self, other: False)
+    assert not placement._tells_splits()
+    monkeypatch.setattr(placement, "COPIES_ARE_COMPARED", False)
+    assert placement_copies(spread(dist.Shard(0), dist.Replicate())) is None
+
+
+@lacks(FROM_LOCAL and COPIES_ARE_COMPARED, "has placements of which texts are compared")
 def test_copies_outlive_the_tensor_and_do_not_change_with_it() -> None:
     shard = dist.Shard(1)
     tensor = spread(shard, dist.Replicate())
