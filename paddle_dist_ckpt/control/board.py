@@ -274,11 +274,21 @@ class Board(ABC):
             self.changed.notify_all()
             self.settle()
 
+    def differ(self, rank: int, protocol: int) -> None:
+        """``rank`` runs a version of this library that speaks another protocol."""
+        with self.lock:
+            if self.table is not None:
+                self.table.differ(rank, protocol, time.monotonic())
+            self.changed.notify_all()
+            self.settle()
+
     def regain(self, rank: int) -> None:
         """``rank`` is connected, for the first time or again."""
         with self.lock:
             self.lost.discard(rank)
             self.absent.discard(rank)
+            if self.table is not None:
+                self.table.differing.pop(rank, None)
             for attendance in self.attendances:
                 if attendance.lead is not None:
                     attendance.lead.regain(rank)

@@ -13,7 +13,7 @@ import msgspec
 
 from ..core.text import encodable
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailureError
-from .keys import PROTOCOL, TOKEN_BYTES
+from .keys import TOKEN_BYTES
 
 __all__ = ["BootstrapStore", "Rendezvous", "address_of", "fetch", "local_address", "publish", "refuse", "unreachable"]
 
@@ -116,7 +116,7 @@ def unreachable(coordinator: int, what: str, error: OSError) -> RankFailureError
 
 
 def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int, attempt: int) -> Rendezvous:
-    """Learn where the coordinator is. That an attempt before this one has failed there, this rank knows.
+    """Learn where the coordinator is, whatever version it runs. This rank knows that an attempt before this one failed.
 
     Raises:
         CheckpointTimeoutError: the coordinator did not publish it within ``timeout`` seconds.
@@ -149,9 +149,4 @@ def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int, att
         address_of(found)
     except (ValueError, msgspec.DecodeError) as error:
         raise CheckpointError(f"the store's entry {key!r} is not a control hub's address: {error}") from error
-    if found.protocol != PROTOCOL:
-        raise CheckpointError(
-            f"rank {coordinator} speaks version {found.protocol} of the control messages, this rank version "
-            f"{PROTOCOL}; install the same paddle_dist_ckpt on every rank"
-        )
     return found

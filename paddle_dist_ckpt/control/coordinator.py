@@ -56,7 +56,7 @@ class CoordinatorSession:
         self._due = now
         self._heard = dict.fromkeys(ranks, now)  # but for ranks that have closed it
         self.kinds: dict[int, str] = {}
-        self._versions: dict[int, str] = {}  # by rank that has opened it
+        self._versions: dict[int, str] = {}  # by rank that has opened it, or cannot
         self._opened_unlike = False  # by different calls, or versions of this library
         self._round = 0
         self._names: dict[int, str] = {}
@@ -177,6 +177,13 @@ class CoordinatorSession:
         """Note that the connection to ``rank`` is lost. Nothing to a session that the rank has closed."""
         if rank in self._heard:
             self.fail_rank(rank, failures.record(failures.LOST), now)
+            self._judge_if_due(now)
+
+    def differ(self, rank: int, protocol: int, now: float) -> None:
+        """Note that ``rank`` runs a version that speaks another protocol, and so cannot take part."""
+        if rank in self._heard:
+            self._versions[rank] = f"one with version {protocol} of the control messages"
+            self.fail_rank(rank, failures.record(f"runs {self._versions[rank]}"), now)
             self._judge_if_due(now)
 
     def _begin_judging(self, now: float) -> None:

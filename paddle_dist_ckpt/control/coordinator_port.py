@@ -93,6 +93,10 @@ class CoordinatorPort(Port):
             self._knocked = False
             for connection in self._gate.serve(len(self._others) - len(self._by_rank)):
                 self._welcome(connection, board)
+            while self._gate.differing:
+                rank, protocol = self._gate.differing.popitem()
+                if rank not in self._by_rank:
+                    board.differ(rank, protocol)
             self._selector.unregister(self._gate)
             self._gate_rests, self._gate_opens = True, now + self._gate.rest
             return self._gate_opens

@@ -46,6 +46,7 @@ class CoordinatorTable:
     Attributes:
         sessions: Those that are not over, by number.
         unheard: The ranks that may not have all that was sent to them, of sessions that the coordinator has closed.
+        differing: The protocols of the ranks that cannot connect, for they speak another one.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class CoordinatorTable:
         self._emit = emit
         self.sessions: dict[int, CoordinatorSession] = {}
         self.unheard: dict[int, set[int]] = {}
+        self.differing: dict[int, int] = {}
         self._verdicts: dict[int, ErrorRecord] = {}
         # By rank and session: why it is over that the rank has opened only now, until when the answer can wait.
         self._late: dict[tuple[int, int], tuple[ErrorRecord, float]] = {}
@@ -136,6 +138,8 @@ class CoordinatorTable:
         self.sessions[number] = session
         for lost in self._lost:
             session.lose(lost, now)
+        for differing, protocol in self.differing.items():
+            session.differ(differing, protocol, now)
         return session
 
     def _put_in_step(self, now: float) -> None:
@@ -206,6 +210,13 @@ class CoordinatorTable:
             session.lose(rank, now)
         for unheard in self.unheard.values():
             unheard.discard(rank)
+        self._retire()
+
+    def differ(self, rank: int, protocol: int, now: float) -> None:
+        """``rank`` cannot connect, for it speaks another protocol: sessions fail, now and until it can."""
+        self.differing[rank] = protocol
+        for session in self.sessions.values():
+            session.differ(rank, protocol, now)
         self._retire()
 
     def tick(self, now: float) -> float:

@@ -61,6 +61,7 @@ _WHY = {
     Status.NOT_A_MEMBER: "of a rank that is not in its group",
     Status.TAKEN: "of a rank that is connected already",
 }
+_OTHER = "that spoke something else, or another version"
 _logger = logging.getLogger("paddle_dist_ckpt")
 
 
@@ -125,8 +126,8 @@ class _Newcomer:
             if not data:
                 raise ConnectionError("that left without a word")
             self.hello += data
-        if not keys.spoken(self.hello):
-            raise ConnectionError("that spoke something else, or another version")
+        if not keys.spoken_in_any_version(self.hello):
+            raise ConnectionError(_OTHER)
         return len(self.hello) == keys.HELLO_BYTES
 
 
@@ -143,6 +144,7 @@ class Gate:
 
     Attributes:
         port: The port on which it listens.
+        differing: The protocols of ranks that have proved who they are, and speak another one.
         rest: How many seconds to leave those at the gate alone after a turn.
     """
 
@@ -162,6 +164,7 @@ class Gate:
         self.rest = _REST
         self._newcomers: dict[int, _Newcomer] = {}  # by descriptor, the oldest first
         self._unproven = unproven
+        self.differing: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = socket.create_server((address[1], 0), family=address[0], backlog=4096)
         self._admitted_bytes = self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2  # it is doubled
@@ -227,6 +230,10 @@ class Gate:
                 return []
             hello = keys.read_hello(newcomer.hello)
             handshake = Handshake(self._key, newcomer.greeting, newcomer.hello)
+            if not keys.spoken(newcomer.hello):
+                if hello.rank in self._others and handshake.proves(newcomer.hello):
+                    self.differing[hello.rank] = keys.protocol_of(newcomer.hello)
+                raise ConnectionError(_OTHER)
             status = self._judge(hello, handshake.proves(newcomer.hello))
             newcomer.socket.send(handshake.answer(status))
         except OSError as error:

@@ -17,10 +17,11 @@ from typing import TypeVar
 
 from ..core.threads import after_fork
 from ..errors import CheckpointError
-from . import bootstrap, failures
+from . import bootstrap, failures, keys
 from .board import Board
 from .bootstrap import BootstrapStore
 from .coordinator_port import CoordinatorPort
+from .introduction import differ
 from .member import MemberSession
 from .member_port import MemberPort
 from .port import Port
@@ -82,6 +83,12 @@ class TcpHub(Board):
             self._listen(store, bind_host, secret, key)
         else:
             rendezvous = bootstrap.fetch(store, key, bootstrap_timeout, coordinator, opened)
+            if rendezvous.protocol != keys.PROTOCOL:
+                differ(bootstrap.address_of(rendezvous), keys.hub_key(rendezvous.token, secret, key), rank)
+                raise CheckpointError(
+                    f"rank {coordinator} speaks version {rendezvous.protocol} of the control messages, this rank "
+                    f"version {keys.PROTOCOL}; install the same paddle_dist_ckpt on every rank"
+                )
             self._port = _made(rank, functools.partial(MemberPort, rank, coordinator, rendezvous, secret, key))
             self._begin()
         atexit.register(self.close)

@@ -1,9 +1,11 @@
-"""A member's attempt to connect to the coordinator, without ever blocking."""
+"""A member's attempt to connect to the coordinator, without ever blocking; and its farewell to one that it does not
+understand."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import socket
 
@@ -11,7 +13,9 @@ from . import keys
 from .connection import Connection, tune
 from .keys import Handshake, Status
 
-__all__ = ["Introduction"]
+__all__ = ["Introduction", "differ"]
+
+_FAREWELL_SECONDS = 5.0
 
 
 class Introduction:
@@ -83,3 +87,21 @@ class Introduction:
         """The connection, once the coordinator has welcomed this rank."""
         sending, receiving = self._handshake().seals()
         return Connection(self.socket, sending, receiving, self._coordinator)
+
+
+def differ(address: tuple[str, int], key: bytes, rank: int) -> None:
+    """Let a coordinator that runs another version know that this rank runs this one, if it can be reached.
+
+    It hears the hello of a member that knows the hub's key, and ends the connection, for the two would not understand
+    each other.
+    """
+    with contextlib.suppress(OSError), socket.create_connection(address, _FAREWELL_SECONDS) as connection:
+        greeting = b""
+        while len(greeting) < keys.GREETING_BYTES:
+            data = connection.recv(keys.GREETING_BYTES - len(greeting))
+            if not data:
+                return
+            greeting += data
+        hello = keys.open_hello(rank, secrets.token_bytes(keys.ID_BYTES))
+        connection.sendall(Handshake(key, greeting, hello).hello())
+        connection.recv(1)

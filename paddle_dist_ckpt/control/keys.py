@@ -8,6 +8,9 @@ whoever exchanges what two hubs have left there brings no rank of one into the o
     member -> coordinator    hello: magic, protocol, a nonce, the process's id, its rank; and a proof over both
     coordinator -> member    a status, and a proof over both
 
+Greeting and hello are the same in every version, but for the number of the protocol: so ranks of different ones find
+out that they are. All else may change with that number.
+
 What was recorded cannot be replayed, for the other side's nonce is another one. From both nonces follows a key for each
 direction of the connection, by which every frame is signed, with its number. So a frame cannot be forged, altered, left
 out or repeated. Nothing is encrypted: see :mod:`.gate` for what that means and why CURVE is not the answer.
@@ -36,8 +39,10 @@ __all__ = [
     "greeting",
     "hub_key",
     "open_hello",
+    "protocol_of",
     "read_hello",
     "spoken",
+    "spoken_in_any_version",
 ]
 
 PROTOCOL = 3
@@ -46,7 +51,8 @@ ID_BYTES = 16
 TAG_BYTES = 16
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
-_MAGIC = struct.pack(">6sH", b"PDCKPT", PROTOCOL)
+_NAME = b"PDCKPT"
+_MAGIC = struct.pack(">6sH", _NAME, PROTOCOL)
 _HELLO = struct.Struct(f">8s{_NONCE_BYTES}s{ID_BYTES}sQ")
 GREETING_BYTES = len(_MAGIC) + _NONCE_BYTES
 HELLO_BYTES = _HELLO.size + _PROOF_BYTES
@@ -151,6 +157,16 @@ def greeting() -> bytes:
 def spoken(data: bytes) -> bool:
     """Whether ``data``, all that has come, may be the beginning of a greeting or hello in this version."""
     return data[: len(_MAGIC)] == _MAGIC[: len(data)]
+
+
+def spoken_in_any_version(data: bytes) -> bool:
+    """Whether ``data``, all that has come, may be the beginning of a greeting or hello in some version."""
+    return data[: len(_NAME)] == _NAME[: len(data)]
+
+
+def protocol_of(hello: bytes) -> int:
+    """The number of the protocol that a greeting or hello is of."""
+    return int.from_bytes(hello[len(_NAME) : len(_MAGIC)], "big")
 
 
 def open_hello(rank: int, process: bytes) -> bytes:

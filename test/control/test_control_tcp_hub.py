@@ -23,11 +23,12 @@ from paddle_dist_ckpt.control import TcpHub, keys, member_port, wire
 from paddle_dist_ckpt.control.bootstrap import Rendezvous, address_of
 from paddle_dist_ckpt.control.coordinator import CoordinatorSession
 from paddle_dist_ckpt.control.gate import Gate
-from paddle_dist_ckpt.control.introduction import Introduction
+from paddle_dist_ckpt.control.introduction import Introduction, differ
 from paddle_dist_ckpt.control.keys import PROTOCOL
 from paddle_dist_ckpt.control.session import Ending
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, StateDictMismatchError
 from paddle_dist_ckpt.testing.hub_conformance.cases import AT_ONCE, LONG, SHORT, in_background, own_number
+from paddle_dist_ckpt.version import __version__
 from test.waiting import PATIENCE, until
 
 
@@ -276,6 +277,79 @@ def test_another_protocol_version_is_refused(store: Store) -> None:
     store.set("k", msgspec.msgpack.encode([1, "tcp://127.0.0.1:1", b"t" * 16]))
     with pytest.raises(CheckpointError, match="version 1 of the control messages"):
         make(1, store)
+
+
+def speak_another_version(store: Store, monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
+    """Have the next members run a version with another protocol. Returns where the coordinator is."""
+    here = store.rendezvous()
+    store.set("k", msgspec.msgpack.encode(msgspec.structs.replace(here, protocol=PROTOCOL + 4)))
+    hello = keys.open_hello
+    magic = struct.pack(">6sH", b"PDCKPT", PROTOCOL + 4)
+    monkeypatch.setattr(keys, "open_hello", lambda *args: magic + hello(*args)[len(magic) :])
+    return here
+
+
+def test_all_ranks_are_told_at_once_of_one_that_cannot_connect_for_its_version(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hubs = [make(rank, store, ranks=3) for rank in (0, 1)]
+    text = (
+        f"ranks run different versions of paddle_dist_ckpt (ranks 0, 1: {__version__}, "
+        f"rank 2: one with version {PROTOCOL + 4} of the control messages); install the same one on every rank"
+    )
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            early = [pool.submit(pytest.raises, CheckpointError, one_round, hub) for hub in hubs]
+            speak_another_version(store, monkeypatch)
+            with pytest.raises(CheckpointError, match=f"speaks version {PROTOCOL + 4} of the .* version {PROTOCOL};"):
+                make(2, store, ranks=3)
+            assert {str(error.result().value) for error in early} == {text}
+        assert [str(error) for error in both(hubs)] == [text, text]
+        monkeypatch.undo()
+    finally:
+        for hub in hubs:
+            hub.close()
+
+
+def test_a_stranger_who_speaks_another_version_disturbs_nobody(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    hubs = [make(0, store)]
+    try:
+        here = store.get("k", 0.0)
+        known = speak_another_version(store, monkeypatch)
+        for key, rank in ((b"guessed", 1), (keys.hub_key(known.token, b"", "k"), 7)):
+            differ(address_of(known), key, rank)
+        monkeypatch.undo()
+        store.set("k", here)
+        hubs.append(make(1, store))
+        assert both(hubs) == [b"0", b"1"]
+    finally:
+        for hub in hubs:
+            hub.close()
+
+
+def test_a_rank_that_comes_back_with_the_right_version_takes_part(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hubs = [make(0, store)]
+    try:
+        here = store.get("k", 0.0)
+        speak_another_version(store, monkeypatch)
+        with pytest.raises(CheckpointError, match="install the same"):
+            make(1, store)
+        with pytest.raises(CheckpointError, match="ranks run different versions"):
+            one_round(hubs[0])
+        monkeypatch.undo()
+        store.set("k", here)
+        hubs.append(make(1, store, opened=1))
+        until(lambda: not hubs[0].absent)
+        assert both(hubs) == [b"0", b"1"]
+        speak_another_version(store, monkeypatch)
+        with pytest.raises(CheckpointError, match="install the same"):
+            make(1, store)  # beside the one that is connected
+        assert both(hubs) == [b"0", b"1"]
+    finally:
+        for hub in hubs:
+            hub.close()
 
 
 def test_a_rank_outside_the_group_is_refused(store: Store) -> None:

@@ -49,7 +49,8 @@ NOT_OURS = re.compile(r"paddle\.load|Optimizer set error|gloo|what\(\)|list inde
 NOT_PROVOKED = re.compile(
     r"not in the process group|earlier call was|control hub|earlier save|process was forked|Errno 24|cannot listen|"
     r"the coordinator: rank|denied: '/data/ro|cannot be had|free, and|no progress|"
-    r"bytes; \d+ were written|durability|an exchange that was given up|different versions|start new thread"
+    r"bytes; \d+ were written|durability|an exchange that was given up|different versions|control messages|"
+    r"start new thread"
 )
 """Errors that take other circumstances than a test has here: at least their text is in the source."""
 OF_THE_SYSTEM = re.compile(r"PermissionError: \[Errno 13\]")
