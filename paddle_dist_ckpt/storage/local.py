@@ -22,7 +22,7 @@ import numpy as np
 from ..core.host import this_host
 from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
-from .local_files import LocalReadable, LocalWritable, about, close_read, read_bytes, uninterrupted
+from .local_files import LocalReadable, LocalWritable, about, close_read, read_bytes, uninterrupted, up_to_date
 from .noreplace import rename_noreplace
 from .opening import open_to_read
 from .paths import local_path
@@ -36,7 +36,6 @@ _NO_TIMES = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _NO_FLAGS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
 _MOST_DURABLE = 1024
-_MOST_STALE = 5  # times that a small file is replaced while it is read
 _FOR_ALL = ".claim"  # what everybody who works in a folder has to know, with whatever umask others work there
 _COARSEST = 3.0  # seconds; the times of some filesystems are even
 _durable: dict[Path, tuple[int, ...]] = {}  # folders whose names were made durable, and what told them from others
@@ -150,7 +149,7 @@ class LocalStorage:
 
     def open(self, name: str) -> ReadableFile:
         path = self._root / name
-        return LocalReadable(self._open(str(path)), path, self._buffers)
+        return up_to_date(str(path), lambda: LocalReadable(self._open(str(path)), path, self._buffers))
 
     @uninterrupted
     def _open(self, path: str) -> int:
@@ -172,19 +171,15 @@ class LocalStorage:
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         path = os.path.join(self.location, name)
-        tries = 0
-        while True:
-            descriptor = self._open(path)
-            try:
-                with about(path):
-                    return read_bytes(descriptor, limit)
-            except OSError as error:
-                tries += 1
-                if error.errno != errno.ESTALE or tries == _MOST_STALE:
-                    raise
-                _logger.debug("%s: another host has replaced or removed it: %s", path, error)
-            finally:
-                close_read(descriptor, path)
+        return up_to_date(path, lambda: self._read(path, limit))
+
+    def _read(self, path: str, limit: int | None) -> bytes:
+        descriptor = self._open(path)
+        try:
+            with about(path):
+                return read_bytes(descriptor, limit)
+        finally:
+            close_read(descriptor, path)
 
     def publish(
         self, name: str, data: bytes, temporary: str, replace: bool, confirm: Callable[[], None] | None = None

@@ -9,6 +9,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +17,15 @@ from typing import ParamSpec, TypeVar
 
 from ..core.memory import Bytes1D
 from .direct import ALIGNMENT, is_cached, open_direct, read_direct
+from .opening import still_there
 
-__all__ = ["LocalReadable", "LocalWritable", "about", "close_read", "read_bytes", "uninterrupted"]
+__all__ = ["LocalReadable", "LocalWritable", "about", "close_read", "read_bytes", "uninterrupted", "up_to_date"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_BUFFERS = 1024  # IOV_MAX
 _NO_HOLES = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_STALE_SECONDS = 3.0  # for which a name may mean what another host has replaced or removed; GlusterFS has 1 by default
+_LOOK_AGAIN = 0.05  # seconds
 _LEAST_PIECE, _MOST_PIECE = 64 << 10, 1 << 30
 _LEAST_DIRECT = 256 << 10  # less is read through the cache, which reads ahead
 P = ParamSpec("P")
@@ -54,7 +58,7 @@ class _about_open(about):  # noqa: N801
     __slots__ = ()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and error.errno == errno.ESTALE and _is_gone(self._path):
+        if isinstance(error, OSError) and error.errno == errno.ESTALE and _is_gone_soon(self._path):
             raise FileNotFoundError(errno.ENOENT, "another host has removed it", str(self._path)) from error
         super().__exit__(kind, error, trace)
 
@@ -66,6 +70,34 @@ def _is_gone(path: str | Path) -> bool:
     except OSError as error:
         return isinstance(error, FileNotFoundError)
     return False
+
+
+def _is_gone_soon(path: str | Path) -> bool:
+    """The same, if this host is given the time to notice."""
+    deadline = time.monotonic() + _STALE_SECONDS
+    while not _is_gone(path):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_AGAIN)
+    return True
+
+
+def up_to_date(path: str, work: Callable[[], T]) -> T:
+    """Open a file and begin to read it: again as long as its name stands for one that another host has replaced.
+
+    A client of a network filesystem may go by what it knows of a name for a while, and what it opens then is stale.
+    """
+    deadline = None
+    while True:
+        try:
+            return work()
+        except OSError as error:
+            now = time.monotonic()
+            deadline = now + _STALE_SECONDS if deadline is None else deadline
+            if error.errno != errno.ESTALE or now >= deadline:
+                raise
+            _logger.debug("%s: another host has replaced or removed it: %s", path, error)
+        time.sleep(_LOOK_AGAIN)
 
 
 def uninterrupted(work: Callable[P, T]) -> Callable[P, T]:
@@ -95,10 +127,11 @@ def close_read(descriptor: int, path: str | Path) -> None:
 def read_bytes(descriptor: int, limit: int | None) -> bytes:
     """An open file's content, or its first ``limit`` bytes. (A Python file gives what it has when a read fails.)"""
     pieces, left = list[bytes](), sys.maxsize if limit is None else limit
-    size = min(max(os.fstat(descriptor).st_size, _LEAST_PIECE), _MOST_PIECE)  # mostly all of it, so it is not copied
-    while piece := os.read(descriptor, min(size, left)):
-        pieces.append(piece)
-        left -= len(piece)
+    with still_there():
+        size = min(max(os.fstat(descriptor).st_size, _LEAST_PIECE), _MOST_PIECE)  # mostly all, so it is not copied
+        while piece := os.read(descriptor, min(size, left)):
+            pieces.append(piece)
+            left -= len(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 

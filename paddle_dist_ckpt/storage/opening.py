@@ -6,9 +6,11 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["open_to_read"]
+__all__ = ["open_to_read", "still_there"]
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
 _OF_CACHE = re.compile("(models|datasets|spaces)--")
@@ -44,11 +46,28 @@ def open_to_read(path: str, anywhere: bool) -> int:
         except OSError:
             os.close(descriptor)
             raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _no_file(path)
-    os.set_blocking(descriptor, True)  # some filesystems would have a read fail that has to wait
+    try:
+        with still_there():
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise _no_file(path)
+        os.set_blocking(descriptor, True)  # some filesystems would have a read fail that has to wait
+    except OSError:
+        with suppress(OSError):  # that is stale, too
+            os.close(descriptor)
+        raise
     return descriptor
+
+
+@contextmanager
+def still_there() -> Iterator[None]:
+    """A block in which an open file's error that it is not there says that it is stale: its name may mean another one.
+
+    That is what GlusterFS says of a file that another host has replaced just after it was opened.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
 
 
 def _open(path: str | Path) -> int:

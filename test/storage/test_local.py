@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.storage import LocalStorage, Storage, as_storage, local, noreplace
+from paddle_dist_ckpt.storage import LocalStorage, Storage, as_storage, local, local_files, noreplace
 from paddle_dist_ckpt.storage.made_folder import MadeFolder
 from paddle_dist_ckpt.testing import FaultyStorage
 from paddle_dist_ckpt.testing.storage_conformance import in_threads, put
@@ -455,6 +455,7 @@ def test_what_another_host_removes_is_gone(
     storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_stale_when_removed(monkeypatch)
+    monkeypatch.setattr(local_files, "_STALE_SECONDS", 0.1)
     put(storage, "x", b"content" * 1000)
     reader, writer = storage.open("x"), storage.create("y")
     for name in ("x", "y"):
@@ -478,26 +479,68 @@ def _raise_stale(path: Path) -> None:
     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 
 
-@pytest.mark.parametrize("times", [1, 4, 5])
-def test_a_small_file_that_another_host_replaces_is_read_again(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, times: int
+def test_what_another_host_removes_is_gone_when_this_one_has_noticed(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A client goes by what it has seen of a name for a second, say."""
     make_stale_when_removed(monkeypatch)
-    put(storage, "x", b"0")
-    real, left = os.read, list(range(times))
+    put(storage, "x", b"content" * 1000)
+    reader = storage.open("x")
+    storage.delete("x")
+    real, known = os.lstat, [os.lstat(tmp_path)] * 3
+    monkeypatch.setattr(os, "lstat", lambda path: known.pop() if known else real(path))
+    with pytest.raises(FileNotFoundError, match="another host has removed it: '/.*/x'"):
+        reader.read_into([np.zeros(7000, np.uint8)], 0)
+    assert not known
+    reader.close()
 
-    def read(descriptor: int, nbytes: int) -> bytes:
-        if left:
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [(call, errno.ESTALE) for call in ("open", "fstat", "read")] + [(call, errno.ENOENT) for call in ("fstat", "read")],
+)
+def test_a_file_that_another_host_replaces_is_opened_again(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    """On GlusterFS a name that was replaced cannot be opened for up to a second, or what is open cannot be read."""
+    put(storage, "x", b"old")
+    real, left = getattr(os, call), [1, 2, 3]
+
+    def replaced(*args: Any, **more: Any) -> Any:
+        if left and (call != "open" or str(args[0]).endswith("/x")):
             left.pop()
-            storage.publish("x", b"1", "x.tmp", replace=True)
-        return real(descriptor, nbytes)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, call, real)
+                storage.publish("x", b"new", "x.tmp", replace=True)
+            raise OSError(code, os.strerror(code))
+        return real(*args, **more)
 
-    monkeypatch.setattr(os, "read", read)
-    if times == 5:
+    monkeypatch.setattr(os, call, replaced)
+    if call == "read":
+        assert storage.read("x") == b"new"
+    else:
+        with closing(storage.open("x")) as file:
+            assert file.size == 3
+    assert not left
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT])
+@pytest.mark.parametrize("call", ["fstat", "read"])
+def test_a_file_that_stays_stale_is_an_error(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    monkeypatch.setattr(local_files, "_STALE_SECONDS", 0.2)
+    put(storage, "x", b"0")
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def fail(*_: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
         with pytest.raises(OSError, match="Stale file handle: '/.*/x'"):
             storage.read("x")
-    else:
-        assert storage.read("x") == b"1"
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def use_all(folder: Path) -> list[object]:
