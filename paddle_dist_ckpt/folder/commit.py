@@ -301,6 +301,8 @@ def give_up(lease: Lease, settled: bool) -> None:
             claim is gone, nobody else knows of files that were made since.
     """
     lease.stop()
+    if lease.is_ended:  # it is committed, and a rank was lost after that
+        return
     try:
         committed_as = committed_saves(lease.storage).get(lease.save_id)
         if committed_as is not None:

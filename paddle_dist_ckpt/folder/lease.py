@@ -57,6 +57,7 @@ class Lease:
         inherited: What that has set out to remove in its turn, and had not done when this save met its claim.
         doomed: Save ids whose files are to be removed: those of dead saves, and what these had replaced.
         is_said: Whether the claim says all of this, for which a full disk may have no room.
+        is_ended: Whether nothing was left to do, and the claim has been removed.
         others: The claims beside it.
     """
 
@@ -79,7 +80,7 @@ class Lease:
         self.replaces: str | None = None
         self.inherited: list[str] = []
         self.doomed: list[str] = []
-        self.is_said = False
+        self.is_said = self.is_ended = False
         self._claim = OwnClaim(storage, claim_name(unique_id, self.save_id))
         self.others = OtherClaims(storage, self._claim, unique_id, self.save_id)
         self._taken: list[Statement] = []  # what dead saves' claims have said, until it is certain what follows
@@ -339,3 +340,4 @@ class Lease:
         """
         self.storage.delete(self.temporary)  # it may have been impossible to remove
         self._claim.remove()
+        self.is_ended = True

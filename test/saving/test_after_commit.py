@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from paddle_dist_ckpt import list_checkpoints
+from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.folder import commit
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
-from test.jobs import all_ok
+from test.jobs import all_ok, errors_of, try_save
 
 
 class Raises(logging.Handler):
@@ -52,3 +53,23 @@ def test_memory_that_is_short_afterwards(
     assert all_ok(run_ranks(2, lambda rank: save(rank, tmp_path, False))) == [0, 0]
     assert "are left" in caplog.text
     assert list_checkpoints(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("folders", [1, 2])
+def test_a_rank_that_is_lost_when_all_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folders: int
+) -> None:
+    """The save fails for the others; its claim is gone because it has ended, not because somebody has removed it."""
+    real = commit.finish
+
+    def finish(*arguments: Any) -> None:
+        real(*arguments)
+        raise CheckpointError("connection lost")
+
+    monkeypatch.setattr(commit, "finish", finish)
+    paths = [tmp_path / str(number % folders) for number in range(2)]
+    errors_of(try_save([{"n": 1}, {"n": 1}], paths, 0), CheckpointError)
+    assert list_checkpoints(paths[0]) == [0]
+    assert "for dead" not in caplog.text
+    assert "are left" not in caplog.text
+    assert not list(tmp_path.glob("*/*.claim"))
