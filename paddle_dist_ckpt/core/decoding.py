@@ -103,7 +103,7 @@ def _cost_outside_strings(json: bytes | memoryview) -> int:
             continue
         signs = np.frombuffer(text, np.uint8)
         quotes = signs == ord('"')
-        within = np.logical_xor.accumulate(quotes) ^ inside
+        within = np.bitwise_xor.accumulate(quotes.view(np.uint8)).view(bool) ^ inside  # of bools numpy 1.24.0 errs
         inside = bool(within[-1]) if len(within) else inside
         cost += _cost(signs[~within | quotes])
     return cost
