@@ -17,6 +17,7 @@ from ..core.garbage import no_collections
 from ..core.grouping import group_rows
 from ..core.local_tensors import LocalShards, LocalTensors, device_arrays, overlaps_itself, reach_of
 from ..core.memory import Bytes1D, address_of, array_at, zeros_of
+from ..core.packs import PACK_COUNT
 from ..core.shards import Kind, ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..errors import CheckpointError
@@ -33,6 +34,7 @@ from .wording import OVERLAPS_ITSELF, TRANSPOSE
 
 __all__ = ["Targets"]
 
+_AT_ONCE = PACK_COUNT  # rows that are sent one after the other: so many stay in a core's cache meanwhile
 _MOST_NAMED = 5  # tensors, in what is said of one that shares memory with them
 
 Array = npt.NDArray[Any]
@@ -212,8 +214,10 @@ class Targets:
     def send(self, rows: Sequence[int], copies: Copies) -> None:
         """Queue copies of rows to the device, from where they were placed, and undo that."""
         with no_collections():  # of many rows it makes several objects each
-            addresses, memories = self.address[np.array(rows, np.int64)], [self._buffers.pop(row) for row in rows]
-            write_all(zip(self.device_memory(rows), addresses.tolist(), strict=True), memories, copies)
+            for start in range(0, len(rows), _AT_ONCE):
+                some = rows[start : start + _AT_ONCE]
+                addresses, memories = self.address[np.array(some, np.int64)], [self._buffers.pop(row) for row in some]
+                write_all(zip(self.device_memory(some), addresses.tolist(), strict=True), memories, copies)
 
     def device_memory(self, rows: Sequence[int]) -> list[DeviceArray]:
         """The memory of rows that are on devices."""

@@ -26,8 +26,8 @@ from ..core.memory import Bytes1D, array_at
 
 __all__ = [
     "are_on_device",
-    "are_one_place",
     "at_device",
+    "common_place",
     "has_devices",
     "has_kernels",
     "host_tensor",
@@ -69,13 +69,15 @@ def are_on_device(tensors: Sequence[Any]) -> list[bool]:
     """
     if not has_devices():
         return [False] * len(tensors)
-    places = [tensor.place for tensor in tensors]
-    return [_is_devices(places[0])] * len(places) if are_one_place(places) else list(map(_is_devices, places))
+    place = common_place(tensors)
+    return [_is_devices(one.place) for one in tensors] if place is None else [_is_devices(place)] * len(tensors)
 
 
-def are_one_place(places: Sequence[Any]) -> bool:
-    """Whether there are places, and all are the same one."""
-    return bool(places) and all(map(places[0]._equals, places))
+def common_place(tensors: Sequence[Any]) -> Any:
+    """Where all tensors are; None if they are at several places, or there are none."""
+    places = (tensor.place for tensor in tensors)  # an object each, which goes before the next one comes
+    first = next(places, None)
+    return first if first is not None and all(map(first._equals, places)) else None
 
 
 def _is_devices(place: Any) -> bool:

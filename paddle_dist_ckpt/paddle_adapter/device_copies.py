@@ -329,7 +329,9 @@ class PaddleDevices:
     def memories_of(self, tensors: Sequence[Any]) -> list[TensorBytes]:
         """See :class:`..core.device_memory.DeviceAccess`; of a ShardedWeight it is given a tuple."""
         local = [one[0] if isinstance(one, tuple) else one for one in tensors]
-        return memories_of([one._local_value() if one.is_dist() else one for one in local])
+        if any(map(paddle.Tensor.is_dist, local)):
+            local = [one._local_value() if one.is_dist() else one for one in local]
+        return memories_of(local)
 
     copies = DeviceCopies
 

@@ -14,7 +14,7 @@ import paddle
 
 from ..core.memory import Bytes1D, address_of
 from ..errors import UnsupportedValueError
-from .device import are_one_place, at_device, has_kernels, host_tensor, name_of
+from .device import at_device, common_place, has_kernels, host_tensor, name_of
 
 __all__ = ["MemoryKind", "StridedBytes", "TensorBytes", "memories_of", "strided_writer"]
 
@@ -69,12 +69,13 @@ _kinds: dict[tuple[str, str], MemoryKind] = {}
 
 def memories_of(tensors: Sequence[Any]) -> list[TensorBytes]:
     """The memory of plain tensors. Mostly all are at one place, which is seen sooner than the kind of each is found."""
-    places, dtypes = [tensor.place for tensor in tensors], [tensor.dtype for tensor in tensors]
-    if not are_one_place(places):
+    if common_place(tensors) is None:
         return list(map(TensorBytes.of, tensors))
+    dtypes = [tensor.dtype for tensor in tensors]
     numbers = list(map(id, dtypes))  # `dtypes` keeps them alive, so that no two have one id
     kinds = {number: _kind_of(tensor) for number, tensor in dict(zip(numbers, tensors, strict=True)).items()}
-    return list(map(TensorBytes, tensors, map(kinds.__getitem__, numbers)))
+    bases = [int(tensor.data_ptr()) for tensor in tensors]
+    return list(map(TensorBytes, tensors, map(kinds.__getitem__, numbers), bases))
 
 
 def _kind_of(tensor: Any) -> MemoryKind:
@@ -91,18 +92,19 @@ class TensorBytes:
     Args:
         tensor: The tensor; its strides are not negative.
         kind: Where it is, and its type.
+        base: Its address there.
     """
 
     __slots__ = ("_all_items", "base", "kind", "tensor")
 
-    def __init__(self, tensor: Any, kind: MemoryKind) -> None:
-        self.base, self.kind, self.tensor = int(tensor.data_ptr()), kind, tensor
+    def __init__(self, tensor: Any, kind: MemoryKind, base: int) -> None:
+        self.base, self.kind, self.tensor = base, kind, tensor
         self._all_items: Any = None
 
     @staticmethod
     def of(tensor: Any) -> TensorBytes:
         """The memory of one tensor."""
-        return TensorBytes(tensor, _kind_of(tensor))
+        return TensorBytes(tensor, _kind_of(tensor), int(tensor.data_ptr()))
 
     @property
     def _items(self) -> Any:
