@@ -138,3 +138,10 @@ def test_other_filesystems_are_written_through_the_cache(
 def test_the_type_of_a_filesystem_is_found() -> None:
     assert direct._filesystem(os.stat("/proc").st_dev) == "proc"
     assert direct._filesystem(os.makedev(4095, 1)) == ""
+
+
+def test_a_mount_whose_name_is_no_text_is_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_bytes(b"7 1 0:1 / /mnt/\xff rw - nfs4 host:/ rw\n8 1 4095:2 / /data rw - xfs /dev/sdb rw\n")
+    monkeypatch.setattr(direct, "Path", lambda name: mounts)
+    assert direct._filesystem(os.makedev(4095, 2)) == "xfs"
