@@ -15,6 +15,7 @@ import pytest
 from paddle_dist_ckpt import CheckpointTimeoutError
 from paddle_dist_ckpt.storage import LocalStorage, bounded, local
 from paddle_dist_ckpt.storage.base import Storage
+from paddle_dist_ckpt.storage.bounding import _BoundedFile
 from paddle_dist_ckpt.storage.helpers import Helpers, StorageCall
 from paddle_dist_ckpt.testing import FaultyStorage, Stall
 from test.stalls import HELPER, helpers_end
@@ -213,6 +214,30 @@ def test_a_file_is_closed_when_what_hangs_has_returned(
     helpers_end()
     assert closed == ["a"]
     assert (tmp_path / "a").stat().st_size == 5000
+
+
+def test_a_file_is_closed_when_the_last_of_what_is_under_way_has_returned(helpers: Helpers) -> None:
+    """Its number could be another file's by then, which the rest would read or write."""
+    closed, begun, released = list[str](), threading.Barrier(3), [threading.Event(), threading.Event()]
+    file = _BoundedFile(lambda: closed.append("a"), "a", helpers)
+
+    def work(release: threading.Event) -> None:
+        begun.wait(PATIENCE)
+        release.wait(PATIENCE)
+
+    threads = [threading.Thread(target=file._do, args=(lambda release=one: work(release),)) for one in released]
+    for thread in threads:
+        thread.start()
+    begun.wait(PATIENCE)
+    file.close()
+    for thread, release in zip(threads, released, strict=True):
+        assert closed == []
+        release.set()
+        thread.join(PATIENCE)
+    assert closed == ["a"]
+    with pytest.raises(OSError, match="it is closed: 'a'"):
+        file._do(lambda: closed.append("done to another file"))
+    assert closed == ["a"]
 
 
 def test_a_publication_that_is_given_up_before_its_last_step_does_not_happen(tmp_path: Path) -> None:

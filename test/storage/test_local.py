@@ -43,6 +43,13 @@ def test_a_path_or_a_storage_is_meant(tmp_path: Path, monkeypatch: pytest.Monkey
             as_storage(other)
 
 
+def test_an_error_without_a_number_names_the_path(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=f"^broken: {tmp_path}$"), local_files.about(tmp_path):
+        raise OSError("broken")
+    with pytest.raises(OSError, match=f"^broken {tmp_path}$"), local_files.about(tmp_path):
+        raise OSError(f"broken {tmp_path}")
+
+
 def test_a_missing_folder_has_no_names(tmp_path: Path) -> None:
     assert LocalStorage(tmp_path / "none").names() == []
     (tmp_path / "file").touch()
