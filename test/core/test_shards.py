@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import Column, pack_column, unpack_column
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.layouts import Layout, LayoutRecord
 from paddle_dist_ckpt.core.shards import Kind, ShardTable
-from paddle_dist_ckpt.errors import CheckpointCorruptedError
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueError
 from test.strategies import examples, grids, shapes, tilings
 
 
@@ -124,6 +124,8 @@ def test_a_part_of_a_grid_is_stored_box_by_box() -> None:
         LayoutRecord([4], None, 10**12, [pack_column([0])], [pack_column([4])]),
         LayoutRecord([4], None, 1, [], []),
         LayoutRecord([4], None, 1, [pack_column([0])], []),
+        LayoutRecord([4], None, 1, [], [pack_column([4])]),
+        LayoutRecord([4], None, 0, [pack_column([0])], [pack_column([4])]),
         LayoutRecord([4], None, 1, [pack_column([0])] * 2, [pack_column([1])] * 2),
         LayoutRecord([4], None, 2, [pack_column([0])], [pack_column([4])]),
         LayoutRecord([4], None, 1, [pack_column([1])], [pack_column([4])]),
@@ -144,6 +146,12 @@ def test_a_part_of_a_grid_is_stored_box_by_box() -> None:
 def test_a_hostile_layout_is_refused(record: LayoutRecord) -> None:
     with pytest.raises(CheckpointCorruptedError):
         Layout.from_record(record, 3)
+
+
+@pytest.mark.parametrize("shape", [(1,) * 33, (2**30, 2**30)])
+def test_a_layout_that_no_reader_takes_is_not_stored(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedValueError, match="cannot be stored"):
+        make_layout(shape, [whole(shape)]).to_record()
 
 
 @examples(35)

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from paddle_dist_ckpt.files.datafile import (
     split_in_parts,
 )
 from paddle_dist_ckpt.files.metadata import FileInfo
+from paddle_dist_ckpt.files.room import Room
 from paddle_dist_ckpt.storage import LocalStorage
 from test.strategies import boxes_in, examples, shapes
 
@@ -228,6 +230,14 @@ def test_headers_are_read_back(tmp_path: Path) -> None:
     assert found.tolist() == hashes.tolist()
     assert known == info_of(tmp_path / "f")
     assert start == starts_of(layout)[0]
+
+
+def test_what_files_say_of_themselves_is_counted_together(tmp_path: Path) -> None:
+    write(tmp_path / "f", [make_entry("a", "float64", (2,))])
+    with closing(opened(tmp_path / "f")) as file:
+        read_info(file, "f", Room())
+        with pytest.raises(CheckpointCorruptedError, match="more objects than its size has room for"):
+            read_info(file, "f", Room(cost=48 << 20))
 
 
 flat_keys = st.one_of(
