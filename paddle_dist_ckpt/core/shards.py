@@ -177,7 +177,7 @@ class ShardTable:
 
     def file_bytes(self, files: int) -> IntArray:
         """Bytes of each file's data section, ``[files]``."""
-        total = np.zeros(max(files, int(self.shard_file.max(initial=-1)) + 1), np.int64)
+        total = np.zeros(files, np.int64)
         np.add.at(total, self.shard_file, self.shard_bytes)
         return total
 

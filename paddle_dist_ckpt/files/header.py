@@ -75,7 +75,7 @@ def _read(file: ReadableFile, name: str, decoder: msgspec.json.Decoder[_Header[_
     with decoding(f"{name}: its header is damaged, or of another format"):
         digest, size, text = xxhash.xxh3_64(), 0, bytearray()
         for piece, size in _header_pieces(file):  # noqa: B007
-            at = DIGEST_AT if record is None and not text else len(piece)
+            at = len(piece) if text else DIGEST_AT
             for part in (piece[:at].data, NO_DIGEST.encode()[: len(piece) - at], piece[at + len(NO_DIGEST) :].data):
                 digest.update(part)
             seen = max(0, len(text) - 3)

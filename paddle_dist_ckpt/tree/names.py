@@ -162,7 +162,7 @@ class Names:
             parameter = _table_name(key, parameters)
             return None if parameter is None else VariableOfRun(parameter, _MASTER)
         variable = parsed[key] if key in parsed else _parse(key, parameters)
-        return None if variable is None or path in parameters.get(key, ()) else variable
+        return None if path in parameters.get(key, ()) else variable
 
     def _by_name(self, path: str, name: str | None) -> OptimizerVariable | None:
         """Which variable a path with a structured key is, by its variable's name."""

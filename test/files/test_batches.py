@@ -14,6 +14,7 @@ from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.files.batches import Batch, ItemKind, Kinds, hand_out
+from paddle_dist_ckpt.files.reader import clear
 from paddle_dist_ckpt.files.runs import CHUNK_BYTES, OpenFile
 
 
@@ -140,3 +141,10 @@ def test_time_is_no_square_of_the_kinds() -> None:
     hand_out(kinds, places, places, address_of(memory) + places, values, str)
     assert (memory == values).all()
     assert looked_at < 20 * count
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "complex128"])
+def test_zeros_are_positive(dtype: str) -> None:
+    target = -np.zeros(3, dtype)
+    clear(target.view(DTYPES[dtype].raw))
+    assert target.tobytes() == bytes(target.nbytes)

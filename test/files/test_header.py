@@ -64,6 +64,21 @@ def test_damage_is_noticed_wherever_it_is(tmp_path: Path, piece: int, at: int, m
         read(tmp_path)
 
 
+def test_a_header_with_a_hole_is_not_read_behind_it(tmp_path: Path) -> None:
+    size = 64 << 20
+    with (tmp_path / NAME).open("wb") as file:
+        file.write((size - 8).to_bytes(8, "little") + b'{"__metadata__":{"xxh3_64":"')
+        file.truncate(size)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointCorruptedError, match="a zero byte in text"):
+            read(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+
+
 @pytest.mark.parametrize("piece", [64, 1 << 20])
 @pytest.mark.parametrize(
     ("old", "new"),

@@ -339,6 +339,14 @@ def test_a_partial_tensor_that_lacks_an_addend_is_named() -> None:
         state.plan()
 
 
+def test_a_tensor_without_elements_is_in_a_file() -> None:
+    """Else whoever reads the files alone would not know of it."""
+    state = State(3)
+    state.add((4, 0), 8, [(rank, Box((rank, 0), (1, 0))) for rank in range(3)])
+    state.add((6,), 4, [(rank, Box((2 * rank,), (2,))) for rank in range(3)])
+    assert [(t, rank) for t, rank, _, _ in state.written(state.plan(1))] == [(1, 0), (0, 1), (1, 1), (1, 2)]
+
+
 def test_nothing_makes_an_empty_plan() -> None:
     plan = State(3).plan()
     assert len(plan.tensor) == len(plan.rank) == 0

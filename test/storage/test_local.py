@@ -41,6 +41,9 @@ def test_a_path_or_a_storage_is_meant(tmp_path: Path, monkeypatch: pytest.Monkey
     for other in (None, 5, b"x", ["x"]):
         with pytest.raises(TypeError, match="path must be"):
             as_storage(other)
+    for text in ("", "a\0b"):
+        with pytest.raises(ValueError, match="path must name a local folder or file, not"):
+            as_storage(text)
 
 
 def test_an_error_without_a_number_names_the_path(tmp_path: Path) -> None:
@@ -210,6 +213,8 @@ def test_a_filesystem_that_does_not_say_how_large_it_is_has_unknown_room(
     assert storage.free_bytes() is not None
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([512, 0, 0, 0, 0, 0, 0, 0, 0, 255]))
     assert storage.free_bytes() is None
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([512, 512, 0, 0, 0, 0, 0, 0, 0, 255]))
+    assert storage.free_bytes() is None, "as the C library passes that on"
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([512, 512, 9, 0, 0, 0, 0, 0, 0, 255]))
     assert storage.free_bytes() == 0, "it is full"
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([0, 0, 9, 9, 9, 0, 0, 0, 0, 255]))
@@ -758,6 +763,14 @@ def test_links_within_the_folder_are_followed(tmp_path: Path) -> None:
     (tmp_path / "name").symlink_to("folder")
     for path in (tmp_path / "folder", tmp_path / "name"):
         assert [read_in_both_ways(LocalStorage(path), name) for name in ("f", "near", "far")] == [b"content"] * 3
+
+
+def test_looks_at_links_leave_no_file_open(tmp_path: Path, storage: LocalStorage) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to("a")
+    before = len(os.listdir("/proc/self/fd"))
+    assert [storage.size("link") for _ in range(100)] == [3] * 100
+    assert len(os.listdir("/proc/self/fd")) < before + 50
 
 
 def test_links_to_the_cache_of_hugging_face_are_followed(tmp_path: Path) -> None:

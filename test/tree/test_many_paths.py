@@ -80,6 +80,13 @@ def test_looking_for_containers_takes_less_memory_than_the_paths_and_their_bytes
     assert peak - before < 1.5 * size + (4 << 20)
 
 
+def test_containers_of_which_the_paths_say_too_little() -> None:
+    deep = "/a" * 250
+    assert not Containers.of([f"{deep}/{i}" for i in range(400)]).too_many, "all lead through the same ones"
+    assert not Containers.of([f"/{i}{deep}" for i in range(200)]).too_many
+    assert Containers.of([f"/{i}{deep}" for i in range(400)]).too_many
+
+
 @pytest.mark.parametrize("sign", ["~l", "~t"])
 def test_lists_with_far_more_places_than_paths(sign: str) -> None:
     few = 1 << 20
