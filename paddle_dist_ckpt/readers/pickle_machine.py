@@ -190,6 +190,7 @@ class Machine:
         self.push_new(Lying(position, nbytes, data=data))
 
     def old_string(self, nbytes: int) -> None:
+        self.window.check(nbytes)  # the number has a sign, and less than none would lead back
         if nbytes > _KEPT_BYTES:
             self.byte_string(nbytes)
         else:

@@ -133,6 +133,13 @@ def test_strings_of_python_2_are_texts_that_lie_somewhere(walked: Walk, tmp_path
     assert walked(b"\x80\x02}U\x01aK\x01s.") == {"a": 1}
 
 
+@pytest.mark.parametrize("nbytes", [-1, -5, -6])
+def test_no_string_leads_back_to_what_has_been_read(nbytes: int, walked: Walk) -> None:
+    data = b"T" + nbytes.to_bytes(4, "little", signed=True) + b"."
+    with pytest.raises(CheckpointCorruptedError, match=f"^file: it ends at byte 6, before {nbytes} bytes"):
+        walked(data)
+
+
 class _Thing(Built):
     def __init__(self, *args: Any) -> None:
         self.args, self.state = args, None
