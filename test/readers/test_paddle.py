@@ -256,6 +256,49 @@ def test_what_does_not_fit_together_is_refused(
             read(storage)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([WEIGHT[3:]], "1_0.distcp: it holds no dict"),
+        ({"w": WEIGHT[3:], "StructuredToParameterName@@": 3}, "1_0.distcp: its names of variables are no dict"),
+        ({0: WEIGHT[3:]}, "1_0.distcp: 0 is no tensor"),
+    ],
+)
+def test_data_files_of_something_else_are_refused(content: Any, message: str, tmp_path: Path) -> None:
+    metadata, files = halves()
+    storage = write(tmp_path, metadata, {**files, "1_0.distcp": content})
+    with pytest.raises(CheckpointCorruptedError, match=message):
+        read(storage)
+
+
+def test_a_file_for_what_is_not_described_is_refused(tmp_path: Path) -> None:
+    """Without an error, a load of all there is would have lost it."""
+    metadata, files = halves()
+    metadata.storage_metadata[LocalTensorIndex("other", (0, 0))] = "0_0.distcp"
+    with pytest.raises(CheckpointCorruptedError, match="0.metadata has a file for 'other', but no shape"):
+        read(write(tmp_path, metadata, files))
+    metadata, files = halves()
+    places = metadata.storage_metadata
+    places[LocalTensorIndex("w", (4, 0))] = places.pop(LocalTensorIndex("w", (3, 0)))
+    with pytest.raises(
+        CheckpointCorruptedError, match="0.metadata has a file for a shard of 'w' that it does not know"
+    ):
+        read(write(tmp_path, metadata, files))
+
+
+@pytest.mark.parametrize(
+    ("elements", "count"), [((0, 20), 24), ((4, 24), 24), ((0, 28), 28), ((8, 4), 0)], ids=lambda value: str(value)
+)
+def test_a_range_of_elements_that_does_not_fit_is_refused(
+    elements: tuple[int, int], count: int, tmp_path: Path
+) -> None:
+    shard = LocalTensorMetadata((0, 0), (6, 4), is_flattened=True, flattened_range=elements)
+    index = LocalTensorIndex("w", (0, 0), is_flattened=True, flattened_range=elements)
+    data = {"0_0.distcp": {"w": np.zeros(count, np.float32)}}
+    with pytest.raises(CheckpointCorruptedError, match=f"0_0.distcp: 'w' has {count} elements, where {elements[0]} to"):
+        read(write(tmp_path, Metadata({"w": [shard]}, {index: "0_0.distcp"}), data))
+
+
 def test_nothing_else_is_opened_than_what_belongs_to_it(tmp_path: Path) -> None:
     write(tmp_path, *halves(), unique_id=7)
     for name in ("0_0.distcp", "1_0.distcp"):

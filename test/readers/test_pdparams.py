@@ -279,9 +279,11 @@ def test_slices_of_a_big_tensor_are_one_tensor(tmp_path: Path) -> None:
         {"w@@.1": flat[10:19]},
         {"w@@.1": flat[10:21]},
         {"w@@.1": flat[10:20].astype(np.int32)},
+        {"w@@.1": flat[10:20].reshape(2, 5, order="F")},  # its elements would come to other places
         {"w@@.1": 3},
         {"UnpackBigParamInfor@@": {"w": {"OriginShape": (6, -4), "slices": []}}},
         {"UnpackBigParamInfor@@": {"w": {"OriginShape": (2**61, 2**61), "slices": ["w@@.0"]}}},
+        {"UnpackBigParamInfor@@": {"w": {"OriginShape": (6, 4), "slices": 3}}},
         {"UnpackBigParamInfor@@": {"w": {}}},
         {"UnpackBigParamInfor@@": 3},
     ):
@@ -437,6 +439,14 @@ def test_a_value_may_have_floats_for_keys(tmp_path: Path) -> None:
     assert catalog.values == [(("x",), value)]
 
 
+def test_a_scalar_of_another_size_than_its_type_is_damage(tmp_path: Path) -> None:
+    function, (dtype, data) = np.float32(1.5).__reduce__()  # type: ignore[misc]
+    assert read_one(tmp_path, {"x": _Reduced(function, dtype, data)}).values == [(("x",), 1.5)]
+    for other in (data * 2, data[:2]):
+        with pytest.raises(CheckpointCorruptedError, match="model.pdparams: no pickle, or a damaged one"):
+            read_one(tmp_path, {"x": _Reduced(function, dtype, other)})
+
+
 def test_tuples_of_arrays_have_paths(tmp_path: Path) -> None:
     catalog = read_one(tmp_path, {"x": (1, WEIGHT)})
     assert described(catalog) == {("x", TupleIndex(1)): ("float32", (6, 4), None)}
@@ -475,6 +485,16 @@ def test_what_is_shared_by_many_entries_takes_little_time(tmp_path: Path) -> Non
         with pytest.raises(UnsupportedValueError, match=message):
             read_one(tmp_path, value)
     assert time.process_time() - start < 10
+
+
+class _Reduced:
+    """Pickled as a call."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call[0], self.call[1:]
 
 
 class _Shaped:

@@ -520,3 +520,12 @@ def test_shards_that_do_not_fit_are_refused(info: Any, message: str, tmp_path: P
     save_file({"w": np.ones(2)}, tmp_path / "b.safetensors", {"DCP_SHARDING_INFO": json.dumps(info)})
     with pytest.raises(CheckpointCorruptedError, match=message):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(("part", "offset"), [(np.ones(2, np.int64), [2]), (np.ones((1, 2)), [2, 0])])
+def test_shards_of_different_dtypes_or_dimensions_are_refused(part: Any, offset: list[int], tmp_path: Path) -> None:
+    for name, array, start in (("a", np.ones(2), [0]), ("b", part, offset)):
+        info = json.dumps({"w": {"saved_offsets": start}})
+        save_file({"w": array}, tmp_path / f"{name}.safetensors", {"DCP_SHARDING_INFO": info})
+    with pytest.raises(CheckpointCorruptedError, match="b.safetensors: 'w' is of another dtype or rank than in a.safe"):
+        read(tmp_path)

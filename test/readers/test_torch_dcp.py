@@ -422,6 +422,19 @@ def damaged_pickle(writer: DCPWriter) -> None:
     writer.put("w", (0, 0), content[:at] + b"G" + content[at + 1 :])
 
 
+def strides_of_one_dimension(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6), stride=(1,)), ARRAY.tobytes()))
+
+
+def marks_without_names(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6), marks={1: True}), ARRAY.tobytes()))
+
+
+def parameter_of_no_tensor(writer: DCPWriter) -> None:
+    hooks = Call(Global("collections", "OrderedDict"))
+    writer.put("w", (0, 0), saved(Call(Global("torch._utils", "_rebuild_parameter"), (5, True, hooks))))
+
+
 def nowhere(writer: DCPWriter) -> None:
     writer.put("w", (1, 0), saved(tensor("float32", (4, 6)), ARRAY.tobytes()))
 
@@ -464,6 +477,9 @@ def swapped(writer: DCPWriter) -> None:
         (no_pickle, "no pickle"),
         (other_id, "no pickle, or a damaged one"),
         (damaged_pickle, "another CRC-32"),
+        (strides_of_one_dimension, "a tensor of two numbers of dimensions"),
+        (marks_without_names, "marks that are no names"),
+        (parameter_of_no_tensor, "a parameter that is no tensor"),
         (nowhere, "'w'.* is in no file"),
         (outside, "the file has"),
         (elsewhere, "no name of a file"),
@@ -665,6 +681,46 @@ def test_what_torch_never_writes_into_a_zip_is_damage(old: bytes, new: bytes, me
     writer.describe("w", "float32", (4, 6), [((0, 0), (4, 6))])
     with pytest.raises(CheckpointCorruptedError, match=message):
         read(tmp_path, writer)
+
+
+@pytest.fixture
+def large_zip(monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A zip that says sizes and places as those of more than 4 GiB have to be said."""
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 0)
+    content = saved(tensor("float32", (4, 6)), ARRAY.tobytes())
+    assert content.count(b"PK\6\6") == content.count(b"PK\6\7") == 1
+    return content
+
+
+def read_one(content: bytes, path: Path) -> Catalog:
+    """A checkpoint of one tensor in this zip."""
+    writer = DCPWriter()
+    writer.put("w", (0, 0), content)
+    writer.describe("w", "float32", (4, 6), [((0, 0), (4, 6))])
+    return read(path, writer)
+
+
+def test_zips_with_members_of_more_than_4_gib_are_read(large_zip: bytes, tmp_path: Path) -> None:
+    catalog = read_one(large_zip, tmp_path)
+    assert np.array_equal(read_catalog(LocalStorage(tmp_path), catalog)["w"].view(np.float32), ARRAY)
+
+
+@pytest.mark.parametrize(
+    ("record", "old", "new", "message"),
+    [
+        (b"PK\1\2", b"\1\0\x18\0", b"\2\0\x18\0", "a size is missing in its directory"),
+        (b"PK\6\6", b"PK\6\6", b"PK\6\0", "its end is not where it says"),
+        (b"PK\6\7", b"\1\0\0\0PK", b"\2\0\0\0PK", "it is divided"),
+        (b"PK\5\6", b"\0\0\0\0", b"\0\0\1\0", "it does not end like one"),
+    ],
+)
+def test_large_zips_that_are_damaged_are_refused(
+    record: bytes, old: bytes, new: bytes, message: str, large_zip: bytes, tmp_path: Path
+) -> None:
+    at = large_zip.index(record)
+    assert large_zip.count(old, at) >= 1
+    with pytest.raises(CheckpointCorruptedError, match=message):
+        read_one(large_zip[:at] + large_zip[at:].replace(old, new), tmp_path)
 
 
 def test_an_error_in_a_directory_of_a_zip_is_refused(tmp_path: Path) -> None:
