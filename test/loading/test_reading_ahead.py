@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from paddle_dist_ckpt.control import verified
@@ -61,9 +62,15 @@ def _in_rounds(tmp_path: Path, patch: pytest.MonkeyPatch) -> Any:
 
 
 def _load_rounds(tmp_path: Path, targets: list[Any], may_begin: Callable[[], None], log: list[Any]) -> list[Any]:
+    return _load_states(tmp_path, [{"w": target} for target in targets], may_begin, log)
+
+
+def _load_states(
+    tmp_path: Path, states: list[dict[str, Any]], may_begin: Callable[[], None], log: list[Any]
+) -> list[Any]:
     def work(rank: SimulatedRank) -> Any:
         storage = CountingStorage(tmp_path, log) if rank.rank == 0 else another_host(tmp_path / "none", rank.rank)
-        return rank.load({"w": targets[rank.rank]}, storage, options=LoadOptions(timeout=60, exchange="always"))
+        return rank.load(states[rank.rank], storage, options=LoadOptions(timeout=60, exchange="always"))
 
     return run_ranks(3, work, over=lambda transport, rank: cast("Transport", _Held(transport, may_begin)))
 
@@ -142,3 +149,23 @@ def test_the_sender_of_whole_blocks_does_not_hash_them_again(tmp_path: Path, mon
     all_ok(_load_rounds(tmp_path, targets, lambda: None, []))
     assert sum(hashed) < 256 << 10  # the tail, which is small
     assert all(same_bits(target, array) for target in targets)
+
+
+def test_a_buffer_is_sent_before_more_is_read_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two tensors in each round only one is sent from where it belongs, so that little may be read ahead."""
+    monkeypatch.setattr(exchange_plan, "_ROUND_BYTES", 640 << 10)
+    arrays = {str(i): make_array((257, 256), seed=i) for i in range(8)}
+    save_on([arrays], tmp_path, None, dataclasses.replace(SMALL, block_bytes=256 << 10))
+    states = [{key: blank_like(array) for key, array in arrays.items()} for _ in range(3)]
+    states[0].update((key, np.zeros((256, 257), np.float32).T) for key in list(arrays)[1::2])
+    log: list[tuple[str, int, int]] = []
+    read_before: list[int] = []
+
+    def may_begin() -> None:
+        if not read_before:
+            time.sleep(0.1)
+            read_before.append(sum(stop - start for _, start, stop in data_reads(tmp_path, list(log))))
+
+    all_ok(_load_states(tmp_path, states, may_begin, log))
+    assert read_before[0] < 3 * (512 << 10), "more than two rounds"
+    assert all(same_bits(state[key], array) for state in states for key, array in arrays.items())

@@ -58,6 +58,19 @@ def test_views_of_one_memory_are_filled_if_the_checkpoint_agrees(tmp_path: Path,
         assert all(same_bits(view.copy(), stored[key]) for key, view in views.items())
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_beside_views_of_one_memory_all_others_are_filled_as_ever(tmp_path: Path, exchange: Any) -> None:
+    """Also those that are not contiguous."""
+    stored = {"w": MATRIX, "v": MATRIX[10:], "t": make_array((6, 5), seed=1)}
+    save_alone(stored, tmp_path)
+    states: list[dict[str, np.ndarray]] = []
+    for _ in range(2):
+        memory = blank_like(MATRIX)
+        states.append({"w": memory, "v": memory[10:], "t": np.zeros((5, 6), np.float32).T})
+    load_on([dict(state) for state in states], tmp_path, options=LoadOptions(exchange=exchange, timeout=60))
+    assert all(same_bits(state[key], array) for state in states for key, array in stored.items())
+
+
 def in_steps(memory: np.ndarray, shape: tuple[int, ...], steps: tuple[int, ...]) -> np.ndarray:
     """A view with so many elements from one to the next in each dimension."""
     strides = tuple(step * memory.itemsize for step in steps)

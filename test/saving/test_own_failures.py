@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from paddle_dist_ckpt.errors import CheckpointError, RankFailureError
+from paddle_dist_ckpt import SaveOptions
+from paddle_dist_ckpt.errors import CheckpointError, RankFailureError, UnsupportedValueError
 from paddle_dist_ckpt.files.writer import FileSave
-from test.jobs import make_array, save_alone, split_rows, try_save
+from paddle_dist_ckpt.saving.messages import WriteRequest
+from paddle_dist_ckpt.saving.rank_files import RankFiles
+from test.jobs import errors_of, everything, make_array, save_alone, sharded, split_rows, try_save
 
 
 def fail_with(error: Exception, patch: pytest.MonkeyPatch) -> None:
@@ -56,3 +62,40 @@ def test_on_several_ranks_each_has_its_own(tmp_path: Path, raised: Exception, mo
             assert str(tmp_path) in str(error)
             own = own.__cause__
         assert own is raised
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"entries": [0]}, "rank 1 wrote 0 shards of [0-9]+ bytes; 1 of [0-9]+ bytes were planned"),
+        ({"nbytes": 1}, "rank 1 wrote 1 shards of 1 bytes; 1 of [0-9]+ bytes were planned"),
+        ({"copied": b""}, "ranks sent digests of 1 boxes and 2 copies; 2 and 2 were planned"),
+        ({"copies": b""}, "ranks sent digests of 2 boxes and 1 copies; 2 and 2 were planned"),
+    ],
+)
+def test_nothing_is_committed_if_a_rank_has_done_something_else_than_was_planned(
+    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = RankFiles._write
+
+    def write_otherwise(self: RankFiles) -> WriteRequest:
+        written = write(self)
+        return msgspec.structs.replace(written, **changes) if self._context.session.rank == 1 else written
+
+    monkeypatch.setattr(RankFiles, "_write", write_otherwise)
+    both = [make_array((20, 7)), make_array((20, 8))]  # each written by one rank, and compared with the other's copy
+    states = [{str(i): sharded(array, everything(array)) for i, array in enumerate(both)} for _ in range(2)]
+    for error in errors_of(try_save(states, tmp_path), RankFailureError):
+        assert re.search(message, str(error))
+    assert not list(tmp_path.glob("*.metadata"))
+
+
+def test_too_much_user_metadata_is_refused(tmp_path: Path) -> None:
+    for length in (1 << 20) - 100, 1 << 20:
+        options = SaveOptions(user_metadata={"note": "x" * length})
+        if length < 1 << 20:
+            save_alone({}, tmp_path, 0, options)
+            continue
+        with pytest.raises(UnsupportedValueError, match="user_metadata takes 10485[0-9]{2} bytes; 1048576 are allowed"):
+            save_alone({}, tmp_path, 1, options)
+    assert len(list(tmp_path.glob("*.metadata"))) == 1
