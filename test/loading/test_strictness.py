@@ -63,16 +63,18 @@ def test_all_that_nothing_asks_for_is_listed_and_nothing_touched(tmp_path: Path)
 
 def test_what_is_stored_and_cannot_be_read_is_listed_too(tmp_path: Path) -> None:
     writer = DCPWriter()
-    writer.put("turned", (0, 0), saved(tensor("float32", (4, 6), stride=(1, 4)), bytes(96)))
-    writer.describe("turned", "float32", (4, 6), [((0, 0), (4, 6))])
+    writer.put("gaps", (0, 0), saved(tensor("float32", (4, 6), stride=(7, 1), size=28), bytes(112)))
+    writer.describe("gaps", "float32", (4, 6), [((0, 0), (4, 6))])
     writer.add_value("step", 5, b"")
     for name, content in writer.all_files.items():
         (tmp_path / name).write_bytes(content)
-    assert problems(tmp_path, [{"step": 0}], strict="all") == ["turned: stored, but nothing asks for it"]
+    assert problems(tmp_path, [{"step": 0}], strict="all") == ["gaps: stored, but nothing asks for it"]
     (report,) = loaded(tmp_path, [{"step": 0}])
-    assert report.unused_keys == ("turned",)
-    wanted = {"step": 0, "turned": np.zeros((4, 6), np.float32)}
+    assert report.unused_keys == ("gaps",)
+    wanted = {"step": 0, "gaps": np.zeros((4, 6), np.float32)}
     assert loaded(tmp_path, [wanted], strict=False)[0].unused_keys == (), "it is asked for"
+    (problem,) = problems(tmp_path, [wanted], allow_missing=["gaps"])
+    assert problem.startswith("gaps: "), "it is not missing"
 
 
 def test_what_one_rank_asks_for_is_asked_for(tmp_path: Path) -> None:
@@ -136,6 +138,7 @@ def test_some_keys_may_be_missing(tmp_path: Path) -> None:
         ({"text": {"a": 1}}, "text.a"),
         ({"net": {"weight": np.zeros(5), "bias": np.zeros(2)}}, "net.weight"),  # there, in another shape
         ({"net": 3}, "net"),  # there, as a container
+        ({"net": {"weight": 3, "bias": np.zeros(2)}}, "net.weight"),  # there, as a tensor
     ],
 )
 def test_others_may_not_and_what_is_there_has_to_fit(tmp_path: Path, more: dict[str, Any], key: str) -> None:
