@@ -167,7 +167,8 @@ def test_a_read_that_hangs_in_an_exchange_that_was_given_up_is_waited_for_by_lat
 
 
 def test_memory_that_may_be_written_to_is_known_though_what_begins_later_ends_sooner(tmp_path: Path) -> None:
-    array, over = np.zeros(100, np.uint8), threading.Event()
+    memory, over = np.zeros(120, np.uint8), threading.Event()
+    array = memory[20:]
     save_alone({"w": np.arange(10, dtype=np.uint8)}, tmp_path)
     first, last = address_of(array) + np.array([10, 0]), address_of(array) + np.array([20, 60])
     note_in_flight(first, last, lambda: not over.is_set())
@@ -175,9 +176,10 @@ def test_memory_that_may_be_written_to_is_known_though_what_begins_later_ends_so
         with pytest.raises(CollectiveError, match="given up may still write to w"):
             load_alone({"w": part}, tmp_path)
     load_alone({"w": array[60:70]}, tmp_path)
+    load_alone({"w": memory[10:20]}, tmp_path)
     over.set()
     load_alone({"w": array[45:55]}, tmp_path)
-    assert array.nonzero()[0].tolist() == [*range(46, 55), *range(61, 70)]
+    assert memory.nonzero()[0].tolist() == [*range(11, 20), *range(66, 75), *range(81, 90)]
 
 
 def merged(path: Any) -> Any:

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from paddle_dist_ckpt import SaveOptions
-from paddle_dist_ckpt.errors import CheckpointError, RankFailureError, UnsupportedValueError
+from paddle_dist_ckpt.errors import CheckpointError, RankFailureError
 from paddle_dist_ckpt.files.writer import FileSave
 from paddle_dist_ckpt.saving.messages import WriteRequest
 from paddle_dist_ckpt.saving.rank_files import RankFiles
@@ -88,14 +87,3 @@ def test_nothing_is_committed_if_a_rank_has_done_something_else_than_was_planned
     for error in errors_of(try_save(states, tmp_path), RankFailureError):
         assert re.search(message, str(error))
     assert not list(tmp_path.glob("*.metadata"))
-
-
-def test_too_much_user_metadata_is_refused(tmp_path: Path) -> None:
-    for length in (1 << 20) - 100, 1 << 20:
-        options = SaveOptions(user_metadata={"note": "x" * length})
-        if length < 1 << 20:
-            save_alone({}, tmp_path, 0, options)
-            continue
-        with pytest.raises(UnsupportedValueError, match="user_metadata takes 10485[0-9]{2} bytes; 1048576 are allowed"):
-            save_alone({}, tmp_path, 1, options)
-    assert len(list(tmp_path.glob("*.metadata"))) == 1
