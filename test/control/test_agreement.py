@@ -132,3 +132,13 @@ def test_appointments_are_with_the_coordinator_that_was_agreed_on() -> None:
     assert [one.leads for one in made] == [False, False, True]
     with pytest.raises(ValueError, match="not there"):
         job.hub(0, 9).appointments("steps", LONG)
+
+
+def test_closing_ends_the_connection_to_a_coordinator_that_was_named_and_no_other() -> None:
+    job = Job()
+    job.hub(1, 2).close()  # nothing yet
+    works(job, 2)
+    job.hub(1, 2).close()
+    results = job.call(dict.fromkeys(range(RANKS), 2))
+    assert all(isinstance(error, CheckpointError) for error in results.values()), results
+    works(job, 0)

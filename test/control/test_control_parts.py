@@ -721,3 +721,57 @@ def test_sessions_are_opened_so_that_they_are_closed_for_sure() -> None:
     parts = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("control", "testing")]
     found = [path.name for path in parts for _ in range(path.read_text(encoding="utf-8").count("hub.session("))]
     assert found == ["wiring.py"]
+
+
+def test_a_connection_that_has_broken_takes_no_more(ends: tuple[Connection, Connection]) -> None:
+    member, coordinator = ends
+    coordinator.socket.close()
+    member.send(b"message", b"payload")
+    member.send(b"another", b"payload")
+    assert not member.blocked
+    assert member.delivered  # nobody waits for it
+    member.receive()
+    assert member.ended
+
+
+@pytest.mark.parametrize(
+    ("name", "local", "text"),
+    [
+        ("", lambda: b"", "a round needs a name"),
+        ("r", lambda: b"123456789", "what local returns has 9 bytes; a message may have 8"),
+    ],
+    ids=["no name", "too long"],
+)
+def test_what_cannot_be_sent_is_refused_and_the_others_are_told(
+    name: str, local: Callable[[], bytes], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MAX_PAYLOAD", 8)
+    world = InProcessWorld(2)
+
+    def work(rank: int) -> BaseException | None:
+        try:
+            with world.hub(rank).session("save", 60.0) as session:
+                session.gather_scatter(name if rank else "r", local if rank else lambda: b"", lambda parts: parts)
+        except (ValueError, CheckpointError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(work, (0, 1)))
+    assert all(text in str(error) for error in errors), errors
+
+
+def test_an_answer_of_another_round_fails_its_rank_and_what_comes_after_a_farewell_is_nothing() -> None:
+    sent: list[tuple[int, wire.Message]] = []
+    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, _: sent.append((rank, message)), 0.0)
+    for rank in range(3):
+        session.handle(rank, wire.Open(0, "save", 10.0, __version__), b"", 0.0)
+    session.handle(2, wire.Bye(0), b"", 0.0)
+    session.handle(2, wire.Answer(0, 5, "write"), b"", 0.0)
+    assert not session.failing
+    session.handle(1, wire.Answer(0, 5, "write"), b"", 0.0)
+    session.tick(2 * GRACE)
+    assert session.verdict is not None
+    assert "rank 1" in session.verdict.message
+    assert "answered round 5 while the session was in round 0" in session.verdict.message
+    assert [rank for rank, message in sent if isinstance(message, wire.Verdict)] == [0, 1]

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from paddle_dist_ckpt.control import TcpHub, keys, member_port, wire
-from paddle_dist_ckpt.control.bootstrap import Rendezvous, address_of
+from paddle_dist_ckpt.control.bootstrap import Rendezvous, address_of, local_address
 from paddle_dist_ckpt.control.coordinator import CoordinatorSession
 from paddle_dist_ckpt.control.gate import Gate
 from paddle_dist_ckpt.control.introduction import Introduction, differ
@@ -1050,3 +1050,94 @@ def test_a_rank_without_descriptors_for_a_hub_says_so(store: Store, monkeypatch:
     monkeypatch.setattr(socket, "socketpair", refused)
     with pytest.raises(CheckpointError, match="the control hub of rank 0 cannot be set up: .*Too many open files"):
         make(0, store)
+
+
+def test_a_rank_that_greets_in_pieces_gets_in() -> None:
+    gate = Gate(0, (socket.AF_INET, "127.0.0.1"), b"key", frozenset({1}), lambda hello: False, set())
+    with socket.create_connection(("127.0.0.1", gate.port), AT_ONCE) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        until(lambda: gate.serve(1) or gate._newcomers)
+        greeting = sock.recv(keys.GREETING_BYTES, socket.MSG_WAITALL)
+        hello = keys.Handshake(b"key", greeting, keys.open_hello(1, bytes(keys.ID_BYTES))).hello()
+        (newcomer,) = gate._newcomers.values()
+        sock.sendall(hello[:50])
+        until(lambda: gate.serve(1) or len(newcomer.hello) == 50)
+        sock.sendall(hello[50:])
+        admitted = []
+        until(lambda: admitted.extend(gate.serve(1)) or admitted)
+        assert [connection.rank for connection in admitted] == [1]
+        assert sock.recv(keys.ANSWER_BYTES, socket.MSG_WAITALL)[0] == keys.Status.WELCOME
+        admitted[0].socket.close()
+    gate.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "somebody who is not the coordinator"),
+        (keys.greeting() + b"\xff" * keys.ANSWER_BYTES, "an answer of no known kind"),
+    ],
+    ids=["greeting", "answer"],
+)
+def test_who_speaks_something_else_is_not_taken_for_the_coordinator(said: bytes, error: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        rank = Introduction(stranger.getsockname(), b"key", 1, bytes(keys.ID_BYTES), 0)
+        sock, _ = stranger.accept()
+        with rank.socket, sock:
+            sock.sendall(said)
+            with pytest.raises(ConnectionError, match=error):
+                until(rank.advance)
+            assert rank.status is None
+
+
+def test_a_rank_that_reaches_no_network_at_first_connects_later(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_port, "_FIRST_PAUSE", 0.01)
+    unreachable = iter([OSError(errno.ENETUNREACH, "Network is unreachable")] * 2)
+    connect = socket.socket.connect
+    refused = []
+
+    def refuse_first(sock: socket.socket, address: Any) -> None:
+        for error in unreachable:
+            refused.append(sock)
+            raise error
+        connect(sock, address)
+
+    coordinator = make(0, store)
+    monkeypatch.setattr(socket.socket, "connect", refuse_first)
+    member = make(1, store)
+    assert both([coordinator, member]) == [b"0", b"1"]
+    assert [sock.fileno() for sock in refused] == [-1, -1]  # closed
+    for hub in (member, coordinator):
+        hub.close()
+
+
+def test_a_thread_that_does_not_end_is_left_behind(
+    hubs: list[TcpHub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.control.hub._CLOSE_SECONDS", 0.05)
+    hang, port = threading.Event(), hubs[1]._port
+    linger = port.linger
+    monkeypatch.setattr(port, "linger", lambda board: hang.wait(PATIENCE) and linger(board))
+    hubs[1].close()
+    assert "the control hub's thread has not ended within 0 s and is left behind" in caplog.text
+    hang.set()
+    hubs[1]._thread.join(PATIENCE)
+    assert not hubs[1]._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("named", "address"), [(True, "198.51.100.7"), (False, "127.0.0.1")], ids=["named", "nameless"]
+)
+def test_a_host_without_a_route_goes_by_its_name(named: bool, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    def found(name: str) -> str:
+        if named and name == "a-host":
+            return "198.51.100.7"
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket.socket, "connect", unreachable)
+    monkeypatch.setattr(socket, "gethostname", lambda: "a-host")
+    monkeypatch.setattr(socket, "gethostbyname", found)
+    assert local_address() == address
