@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -588,3 +588,32 @@ def test_what_values_cost_is_counted_where_it_might_be_too_much(monkeypatch: pyt
     assert len(counted) == 1
     with pytest.raises(UnsupportedValueError, match="a great many small Python values"):
         encode_metadata(make(small().table, values={"/lists": lists * 3}))
+
+
+@pytest.mark.parametrize(("containers", "refuses"), [(4, True), (5, False)])
+def test_more_containers_than_are_allowed_are_refused(
+    containers: int, refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = small_body()
+    body["values"] = [["/x/y/z", 1]]  # the root, model, model/a, opt, x, x/y
+    assert decode_metadata(sealed(body), "3.metadata", 3).value_records == [("/x/y/z", 1)]
+    monkeypatch.setattr("paddle_dist_ckpt.tree.paths._FEW_CONTAINERS", containers)
+    monkeypatch.setattr("paddle_dist_ckpt.tree.paths._CHARACTERS", 36)  # one of these for the paths' 42
+    with pytest.raises(CheckpointCorruptedError, match="more containers than") if refuses else nullcontext():
+        decode_metadata(sealed(body), "3.metadata", 3)
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1])
+def test_keys_of_more_than_64_bits_are_refused(number: int) -> None:
+    body = small_body()
+    body["values"] = [[f"/x/~i{number}", 1]]
+    with pytest.raises(CheckpointCorruptedError, match="a key of more than 64 bits"):
+        decode_metadata(sealed(body), "3.metadata", 3)
+
+
+def test_shards_of_more_dimensions_than_tensors_are_cut_in_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decode_metadata(encode(small()), "3.metadata", 3).world_size == 2
+    monkeypatch.setattr(codec, "_FEW_EDGES", 0)
+    monkeypatch.setattr(codec, "_EDGES", 1)  # there are 7 shards of two dimensions, but for one
+    with pytest.raises(CheckpointCorruptedError, match="shards of more dimensions than tensors are cut in"):
+        decode_metadata(encode(small()), "3.metadata", 3)

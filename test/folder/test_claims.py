@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -1066,3 +1067,10 @@ def test_a_claim_can_be_removed_after_an_interrupt_wherever_it_came(tmp_path: Pa
     thread.join(PATIENCE)
     assert done
     assert storage.names() == []
+
+
+def test_a_claim_that_cannot_be_refreshed_holds_no_commit_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_alone(state(1), FaultyStorage(tmp_path, raises("touch", "*.claim", errno.EIO)), 1)
+    assert re.search(r"the claim 1\.[0-9a-f]{16}\.claim could not be refreshed: .*Input/output error", caplog.text)
+    assert verify(tmp_path, 1).ok
+    assert not list(tmp_path.glob("*.claim"))

@@ -35,7 +35,7 @@ from paddle_dist_ckpt.folder import copy as copying
 from paddle_dist_ckpt.folder.claims import EXPIRES_AFTER, records_of
 from paddle_dist_ckpt.folder.commit import remove_saves
 from paddle_dist_ckpt.folder.copy import copy
-from paddle_dist_ckpt.folder.delete import begin_deletion, delete
+from paddle_dist_ckpt.folder.delete import begin_clearing, begin_deletion, delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.folder.other_claims import OtherClaims
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
@@ -871,3 +871,41 @@ def test_a_copy_that_was_taken_for_dead_removes_what_it_has_made_after_that(tmp_
         copy_checkpoint(tmp_path / "a", FaultyStorage(folder, take_over))
     assert taken
     assert files_in(folder) == {}
+
+
+def test_a_checkpoint_that_is_there_under_another_id_is_not_copied(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 1)
+    folder = tmp_path / "b"
+    copy_checkpoint(tmp_path / "a", folder)
+    (folder / "1.metadata").unlink()
+    (save,) = {path.name.split(".")[1] for path in data_files(folder)}
+    saved(folder, 1)
+    assert rebuild_metadata(folder, save).unique_id == 2
+    delete_checkpoint(folder, 1)
+    before = files_in(folder)
+    with pytest.raises(ValueError, match="has this checkpoint already, with unique_id 2"):
+        copy_checkpoint(tmp_path / "a", folder)
+    assert files_in(folder) == before
+    assert verify(folder).ok
+
+
+def test_a_copy_does_not_take_the_place_of_what_appears_meanwhile(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 1)
+    saved(tmp_path / "other", 1)
+    folder = tmp_path / "b"
+
+    def appear(operation: str, name: str) -> None:
+        if operation == "publish" and name == "1.metadata":
+            shutil.copytree(tmp_path / "other", folder, dirs_exist_ok=True)
+
+    with pytest.raises(CheckpointError, match=r"b/1\.metadata appeared meanwhile"):
+        copy_checkpoint(tmp_path / "a", FaultyStorage(folder, appear))
+    assert files_in(folder) == files_in(tmp_path / "other")
+
+
+def test_nothing_is_cleared_where_a_checkpoint_has_come_meanwhile(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    before = files_in(tmp_path)
+    with pytest.raises(CheckpointError, match="has a checkpoint by now"):
+        begin_clearing(LocalStorage(tmp_path), 2, of_checkpoint=False)
+    assert files_in(tmp_path) == before

@@ -419,3 +419,34 @@ def test_the_temporary_name_of_a_rebuild_goes_with_its_claim(tmp_path: Path, mon
     assert list(tmp_path.glob("1.*.metadata.tmp"))
     save_alone({"w": make_array((4,))}, tmp_path, 1)
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_metadata_that_appears_meanwhile_stays(tmp_path: Path) -> None:
+    save_alone({"a": make_array((4,))}, tmp_path, 3)
+    (tmp_path / "3.metadata").unlink()
+
+    def appear(operation: str, name: str) -> None:
+        if operation == "publish" and name == "3.metadata":
+            (tmp_path / name).write_bytes(b"another")
+
+    with pytest.raises(CheckpointError, match=r"/3\.metadata appeared meanwhile; try again"):
+        rebuilt(FaultyStorage(tmp_path, appear))
+    assert (tmp_path / "3.metadata").read_bytes() == b"another"
+    assert not list(tmp_path.glob("*.claim*"))
+
+
+def test_files_that_do_not_agree_on_a_tensor_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_on([{"w": part} for part in split_rows(make_array((8, 3)), 2)], tmp_path, 3)
+    (tmp_path / "3.metadata").unlink()
+    read_files, kinds = rebuild._read_files, iter((0, 1))
+
+    def disagreeing(*arguments: Any) -> Any:
+        files = read_files(*arguments)
+        for file in files:
+            file.table.kinds[:] = next(kinds)
+        return files
+
+    monkeypatch.setattr(rebuild, "_read_files", disagreeing)
+    with pytest.raises(CheckpointCorruptedError, match="w: the data files do not agree on what it is"):
+        rebuilt(tmp_path)
+    assert not (tmp_path / "3.metadata").exists()
