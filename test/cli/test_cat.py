@@ -11,8 +11,9 @@ import pytest
 from paddle_dist_ckpt.cli import contents
 from paddle_dist_ckpt.cli.regions import edges, parse_slice, windows
 from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
 from test.cli.commands import answer, fails, run, save_model
-from test.jobs import data_files
+from test.jobs import data_files, make_array
 
 COUNTING = np.arange(60, dtype=np.float32).reshape(10, 6)
 
@@ -136,3 +137,31 @@ def test_edges_are_what_numpy_shows() -> None:
     for part, place in edges(whole(array.shape), 3):
         small[Box(place, part.shape).slices] = array[part.slices]
     assert np.array2string(small, threshold=0) == np.array2string(array, threshold=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_statistics_of_types_that_numpy_does_not_know(tmp_path: Path, dtype: str) -> None:
+    items = make_array((40, 5), dtype).view(arithmetic_dtype(DTYPES[dtype])).astype(np.float32)
+    save_model(tmp_path, {"w": make_array((40, 5), dtype)})
+    found = answer("cat", tmp_path, "model.w", "--stats")["stats"]
+    finite = items[np.isfinite(items)].astype(np.float64)
+    assert (found["nan"], found["infinite"]) == (np.isnan(items).sum(), np.isinf(items).sum())
+    assert (found["min"], found["max"]) == (finite.min(), finite.max())
+    assert found["norm"] == pytest.approx(np.linalg.norm(finite))
+
+
+def test_statistics_of_nothing_finite(tmp_path: Path) -> None:
+    save_model(tmp_path, {"w": np.array([np.nan, np.inf, np.nan], np.float32)})
+    assert answer("cat", tmp_path, "model.w", "--stats")["stats"] == {
+        "elements": 3, "nan": 2, "infinite": 1, "zero": 0, "min": None, "max": None, "mean": None, "norm": None
+    }  # fmt: skip
+
+
+def test_statistics_of_windows_that_are_cut_again_count_each_item_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path, {"w": COUNTING})
+    monkeypatch.setattr(contents, "WINDOW_BYTES", 16)
+    monkeypatch.setattr(contents, "_MOST_WINDOWS", 2)
+    found = answer("cat", tmp_path, "model.w", "--stats")["stats"]
+    assert (found["elements"], found["zero"], found["min"], found["max"], found["mean"]) == (60, 1, 0, 59, 29.5)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddle_dist_ckpt import list_checkpoints, verify
+from paddle_dist_ckpt import ExportReport, list_checkpoints, verify
 from test.cli.commands import answer, fails, run, save_model
 from test.jobs import files_in, load_whole, make_array, same_bits
 
@@ -147,3 +147,16 @@ def test_two_processes_share_the_work(tmp_path: Path) -> None:
     found = load_whole(tmp_path / "out")
     assert found["step"] == 3
     assert all(same_bits(found["model"][key], array) for key, array in ARRAYS.items())
+
+
+@pytest.mark.parametrize(("rank", "says"), [("0", "1 file, 4 B, 1 tensor\n"), ("1", "")])
+def test_of_several_ranks_the_first_says_what_was_written(
+    rank: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = ExportReport(path=str(tmp_path), format="native", files=("a",), total_bytes=4, tensors=1, left_out=())
+    monkeypatch.setattr("paddle_dist_ckpt.export_calls.export", lambda *_, **__: report)
+    monkeypatch.setenv("PADDLE_TRAINER_ID", rank)
+    assert run("convert", tmp_path, tmp_path / "out", "--to", "native") == (
+        f"{tmp_path}  native\n{says}" if says else ""
+    )
+    assert bool(run("convert", tmp_path, tmp_path / "out", "--to", "native", "--json")) == (rank == "0")

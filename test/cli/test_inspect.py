@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -168,3 +169,21 @@ def test_a_single_file_is_called_by_its_own_name(tmp_path: Path) -> None:
     assert answer("inspect", file)["path"] == answer("verify", file)["path"] == str(file)
     found = answer("diff", tmp_path / "a", file)
     assert (found["equal"], found["a"]["path"], found["b"]["path"]) == (True, str(tmp_path / "a"), str(file))
+
+
+def test_other_checkpoints_of_the_folder_are_named(tmp_path: Path) -> None:
+    for number in (1, 2, 5):
+        save_alone({"a": make_array((4,))}, tmp_path, number)
+    assert "\nother ids  1, 5\n" in run("inspect", tmp_path, "--id", 2)
+
+
+def test_what_is_not_read_of_another_format_is_said_with_the_reason(tmp_path: Path) -> None:
+    header = {
+        "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+        "b": {"dtype": "F4", "shape": [2], "data_offsets": [4, 5]},
+    }
+    data = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + bytes(5))
+    text = run("inspect", tmp_path)
+    assert "\nnot read: 1 key\n" in text
+    assert "F4" in text.partition("not read")[2]

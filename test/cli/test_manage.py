@@ -341,3 +341,33 @@ def test_commands_that_need_a_checkpoint_name_the_steps_of_a_managers_folder(tmp
         assert not out.exists()
     assert f"pass {step_folder(root, 100)}, step 100" in fails("inspect", root, "--id", 100)
     assert len(answer("inspect", root)["steps"]) == 2
+
+
+def test_prune_asks_for_what_dead_saves_have_left_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps(tmp_path, s100=0.5, s200=0.7)
+    for path in remains(tmp_path, 200):
+        age(path)
+    monkeypatch.setattr("paddle_dist_ckpt.cli.arguments.is_terminal", lambda: True)
+    result = CliRunner().invoke(app, ["prune", str(tmp_path), "--keep-last", "1"], input="n\n")
+    assert "keeps    200\nremoves  100\nand what dead saves have left beside 200\n" in result.stderr
+    assert committed(tmp_path) == ["step-00000100", "step-00000200"]
+
+
+def test_prune_says_what_it_has_left_for_something_else_in_the_folder(tmp_path: Path) -> None:
+    steps(tmp_path, s100=0.5, s200=0.7)
+    (step_folder(tmp_path, 100) / "100.metadata").unlink()
+    (step_folder(tmp_path, 100) / "notes.txt").write_text("kept")
+    for path in (*remains(tmp_path, 100), *step_folder(tmp_path, 100).iterdir()):
+        age(path)
+    text = run("prune", tmp_path, "--keep-last", 1, "-y")
+    assert text.startswith("nothing was removed; kept 200\n")
+    assert text.endswith("or something else is in the folder: 100\n")
+
+
+def remains(root: Path, step: int) -> list[Path]:
+    """What a dead save has left in a step's folder, and the folder."""
+    folder = step_folder(root, step)
+    data, claim = folder / f"0_{step}.0123456789abcdef.0.safetensors", folder / f"{step}.0123456789abcdef.claim"
+    data.write_bytes(b"dead")
+    claim.write_text("{}")
+    return [claim, folder]

@@ -170,3 +170,14 @@ def test_rules_that_are_none(saved: Path, tmp_path: Path, name: str, text: str |
     if text is not None:
         (tmp_path / name.partition(":")[0]).write_text(text, "utf-8")
     assert says in fails("recipes", saved, tmp_path / name)
+
+
+def test_of_much_that_is_made_the_first_is_shown(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.cli.recipes._MOST_KEYS", 1)
+    monkeypatch.setattr("paddle_dist_ckpt.cli.recipes._MOST_PARTS", 1)
+    text = run("recipes", saved, tmp_path / "rules.py")
+    assert text.count("  from ") == 1
+    assert "\n  … 1 more part; see --all\n… 2 more tensors; see --all\n" in text
+    text = run("recipes", saved, tmp_path / "rules.py", "--all")
+    assert text.count("  from ") == 5
+    assert "see --all" not in text

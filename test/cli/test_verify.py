@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paddle_dist_ckpt.cli.output import human_bytes
 from test.cli.commands import answer, fails, run, save_model
 from test.jobs import data_files, make_array, without_times
+from test.readers.golden import GOLDEN
 
 ARRAYS = {"a": make_array((40, 50)), "b": make_array((7,), "int64"), "c": make_array((9000, 40))}
 
@@ -55,3 +57,13 @@ def test_a_lost_metadata_file_is_made_again(tmp_path: Path) -> None:
     assert "no complete save without a .metadata; there is one with each of these ids: 4" in fails("rebuild", tmp_path)
     (tmp_path / "4.metadata").unlink()
     assert "recovered checkpoint 4" in run("rebuild", tmp_path, "--save", save)
+
+
+def test_it_is_said_what_could_be_seen_of_other_formats(tmp_path: Path) -> None:
+    folder = GOLDEN / "torch-dcp-2.13"
+    found = answer("verify", folder)
+    assert found["verified_bytes"] > 0
+    size = human_bytes(found["verified_bytes"])
+    assert run("verify", folder).endswith(f", nothing is missing; checksums are there of {size}, and match\n")
+    text = run("verify", GOLDEN / "hf-safetensors")
+    assert text.endswith(", nothing is missing (there are no checksums)\n")
