@@ -17,6 +17,7 @@ from paddle_dist_ckpt.core.columns import MANY, narrow
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.core.shards import ShardTable
+from paddle_dist_ckpt.errors import UnsupportedValueError
 from test.strategies import examples, shapes, tilings
 
 
@@ -141,3 +142,9 @@ def test_tables_of_narrow_columns_say_the_same(table: ShardTable) -> None:
             found = [getattr(few, name).tolist() for name in names], [column.tolist() for column in few.blocks(2, 200)]
             assert found == expected
             few.forget()
+
+
+@pytest.mark.parametrize("shape", [(1,) * 33, (2**58,), (2**29, 2**29), (0, 2**58)])
+def test_shapes_that_no_checkpoint_may_have_are_not_stored(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedValueError, match="a tensor of shape .* cannot be stored"):
+        Layout(shape, Boxes.of([whole(shape)], len(shape))).to_record()

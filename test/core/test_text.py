@@ -46,3 +46,8 @@ def test_a_value_takes_no_more_than_its_text() -> None:
     for value in (large, many, [None] * 10**6, dict.fromkeys(range(10**6)), "\x1b" * 10**7, 1 << 10**7):
         assert len(value_text(value)) <= 4 * MOST_VALUE + 20
     assert time.process_time() - before < 0.5
+
+
+def test_arrays_without_dimensions_have_no_brackets() -> None:
+    assert value_text(np.array(2.5, "<f4")) == "array(2.5, dtype=float32)"
+    assert value_text(np.array(3, "m8[s]")) == "array('3 seconds', dtype='<m8[s]')"

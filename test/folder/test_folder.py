@@ -461,3 +461,29 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
     assert all((target["a"] == array).all() for target in targets)
     delete_checkpoint(folder, 0)
     assert list_checkpoints(folder) == []
+
+
+def test_keys_that_would_be_equal_without_a_prefix_are_refused(tmp_path: Path) -> None:
+    save_alone({"a": {"b": {"x": 1, "y": 2}}, "a.b": {"x": 3}}, tmp_path)
+    assert load_whole(tmp_path, prefix="a.b", keys=["*.y"]) == {"y": 2}
+    with pytest.raises(CheckpointError, match=r"below the prefix 'a\.b' there are equal keys from different branches"):
+        load_whole(tmp_path, prefix="a.b")
+
+
+@pytest.mark.parametrize("times", [4, 5])
+def test_a_folder_that_is_removed_again_and_again_is_made_again_a_few_times(tmp_path: Path, times: int) -> None:
+    made: list[str] = []
+
+    def remove(operation: str, name: str) -> None:
+        if operation == "publish" and name.endswith(".claim") and len(made) < times:
+            made.append(name)
+            (tmp_path / "ckpt").rmdir()
+
+    if times < 5:
+        save_alone(state(1), FaultyStorage(tmp_path / "ckpt", remove))
+        assert version_in(tmp_path / "ckpt") == 1
+    else:
+        with pytest.raises(FileNotFoundError):
+            save_alone(state(1), FaultyStorage(tmp_path / "ckpt", remove))
+        assert not (tmp_path / "ckpt").exists()
+    assert len(made) == times

@@ -27,6 +27,7 @@ from paddle_dist_ckpt import (
     verify,
 )
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointNotFoundError
+from paddle_dist_ckpt.folder.aside import put_aside
 from paddle_dist_ckpt.folder.catalogs import foreign_ids
 from paddle_dist_ckpt.folder.commit import Aftermath, begin, finish
 from paddle_dist_ckpt.folder.delete import begin_deletion
@@ -367,3 +368,20 @@ def test_of_very_many_files_that_are_no_metadata_some_are_named(
     assert len(said) == 101
     assert said[0].startswith(f"not listed: {tmp_path}/0.metadata is no paddle_dist_ckpt .metadata file")
     assert said[-1] == f"and not listed: 150 more .metadata files of {tmp_path}"
+
+
+def test_what_is_no_checkpoint_of_paddles_any_more_keeps_its_name(tmp_path: Path) -> None:
+    save_alone({"a": np.arange(3)}, tmp_path, 5)
+    ours = (tmp_path / "5.metadata").read_bytes()
+    put_aside(LocalStorage(tmp_path), 5, "temporary")
+    put_aside(LocalStorage(tmp_path), 6, "temporary")
+    assert not list(tmp_path.glob("*.replaced"))
+
+    def save(operation: str, name: str) -> None:
+        if operation == "publish":
+            (tmp_path / "7.metadata").write_bytes(ours)
+
+    (tmp_path / "7.metadata").write_bytes(pickle.dumps({}))
+    put_aside(FaultyStorage(tmp_path, save), 7, "temporary")
+    assert (tmp_path / "7.metadata").read_bytes() == ours
+    assert (tmp_path / "5.metadata").read_bytes() == ours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
@@ -396,3 +397,14 @@ def test_a_process_ends_though_something_of_it_hangs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr.decode()
     assert b"the main thread ends" in done.stdout
     assert f"the background save to {tmp_path}/b failed: fsync of {tmp_path}/b/0_0." in done.stderr.decode()
+
+
+def test_a_file_that_is_closed_is_not_used_any_more(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1234")
+    with bounded(lambda: LocalStorage(tmp_path), tmp_path, PATIENCE, 0) as storage:
+        file = storage.open("file")
+        file.close()
+        with pytest.raises(OSError, match=r"it is closed: .*/file") as caught:
+            file.read_into([np.empty(4, np.uint8)], 0)
+        assert caught.value.errno == errno.EBADF
+    helpers_end()

@@ -145,3 +145,11 @@ def test_a_mount_whose_name_is_no_text_is_one_of_them(tmp_path: Path, monkeypatc
     mounts.write_bytes(b"7 1 0:1 / /mnt/\xff rw - nfs4 host:/ rw\n8 1 4095:2 / /data rw - xfs /dev/sdb rw\n")
     monkeypatch.setattr(direct, "Path", lambda name: mounts)
     assert direct._filesystem(os.makedev(4095, 2)) == "xfs"
+
+
+def test_without_proc_the_type_of_no_filesystem_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert direct._filesystem.__wrapped__(os.stat("/").st_dev) == ""

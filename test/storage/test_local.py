@@ -849,3 +849,27 @@ def test_a_folder_that_was_made_and_cannot_be_opened_is_not_left(
     with pytest.raises(OSError, match="Too many open files: .*made"):
         MadeFolder(made)
     assert not made.exists()
+
+
+def test_a_path_of_bytes_is_refused_however_it_is_passed() -> None:
+    class OfBytes:
+        def __fspath__(self) -> bytes:
+            return b"ckpt"
+
+    with pytest.raises(TypeError, match="path must be a str or a PathLike of one, not bytes"):
+        as_storage(OfBytes())
+
+
+def test_without_proc_a_file_is_taken_to_be_the_one_that_was_meant(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "f").write_bytes(b"1234")
+    readlink = os.readlink
+
+    def none(path: Any, **options: Any) -> Any:
+        if str(path).startswith("/proc/"):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        return readlink(path, **options)
+
+    monkeypatch.setattr(os, "readlink", none)
+    assert read_in_both_ways(storage, "f") == b"1234"
