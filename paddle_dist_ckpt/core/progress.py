@@ -86,9 +86,6 @@ class _Screen:
             return False
         return bool(self._stream == (other._stream if isinstance(other, _Screen) else other))
 
-    def __hash__(self) -> int:
-        return hash(self._stream)
-
     def write(self, text: str) -> None:
         with suppress(Exception):
             self._stream.write(text)

@@ -190,8 +190,5 @@ def _snapped(
 def _row_bytes(shape: Sequence[int], itemsize: int, tolerance: int) -> int:
     """Bytes of the largest rows that are not above the tolerance (or above the smallest split)."""
     limit = max(tolerance, _MIN_SPLIT_BYTES)
-    for d in range(1, len(shape) + 1):
-        row = math.prod(shape[d:]) * itemsize
-        if row <= limit:
-            return row
-    return itemsize
+    rows = (math.prod(shape[d:]) * itemsize for d in range(1, len(shape) + 1))
+    return next(row for row in rows if row <= limit)

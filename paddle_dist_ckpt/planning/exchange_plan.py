@@ -107,8 +107,6 @@ def plan_exchange(
         spans = _spans(shard.shape, wanted)
         for start, stop in _unit_ranges(blocks, block_bytes, nbytes):
             parcels = _parcels(shard, wanted, spans, start, stop)
-            if not parcels:
-                continue
             takers = {parcel.destination for parcel in parcels}
             reader = min(takers & reaching[shard.file] or reaching[shard.file], key=lambda r: (loads[r], r))
             loads[reader] += min(stop, math.prod(shard.shape) * shard.itemsize) - start

@@ -60,12 +60,6 @@ class HeldShards:
     addend: IntArray
     addends: IntArray
 
-    @classmethod
-    def joined(cls, parts: Sequence[HeldShards]) -> HeldShards:
-        """Several, one behind the other."""
-        columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in cls.__slots__ if name != "boxes"}
-        return cls(boxes=Boxes.joined([part.boxes for part in parts]), **columns)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:

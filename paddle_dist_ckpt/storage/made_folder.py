@@ -46,7 +46,7 @@ class MadeFolder:
             raise
         self._identity = status.st_dev, status.st_ino
 
-    def remove(self, aside: Path | None = None) -> Path | None:
+    def remove(self, aside: Path) -> Path | None:
         """Remove it with its files, as far as that can be done. If another folder has its name by now, that stays.
 
         Nor is anything removed of one that has another name by now, or, if another process has made it, that cannot be
@@ -66,7 +66,7 @@ class MadeFolder:
                 left: Path | None = end.value
                 return left
 
-    def removal(self, aside: Path | None = None) -> Generator[None, None, Path | None]:
+    def removal(self, aside: Path) -> Generator[None, None, Path | None]:
         """The same in steps of one file each: a folder of many takes long, though none of them does."""
         name = self.path
         with suppress(OSError), _opened(self.path) as descriptor:
@@ -74,13 +74,12 @@ class MadeFolder:
             if (status.st_dev, status.st_ino) != self._identity:
                 _logger.warning("%s is another folder than the one that was made there, so it stays", self.path)
                 return None
-            if aside is not None:
-                try:
-                    rename(self.path, aside)
-                    name = aside
-                except OSError as error:  # the name may be too long
-                    if not self._is_new or isinstance(error, FileNotFoundError):
-                        raise
+            try:
+                rename(self.path, aside)
+                name = aside
+            except OSError as error:  # the name may be too long
+                if not self._is_new or isinstance(error, FileNotFoundError):
+                    raise
             # IMPORTANT: by the descriptor, which is this folder's whatever has its name by now. Hidden files come last:
             # they tell whoever finds the rest, if this is killed, that it can be removed.
             for file in sorted(os.listdir(descriptor), key=lambda name: name.startswith(".")):
