@@ -28,6 +28,7 @@ from paddle_dist_ckpt import (
     DurabilityUnknownError,
     LoadOptions,
     RankFailureError,
+    UnsupportedValueError,
     export,
     verify,
 )
@@ -697,3 +698,64 @@ def test_kill_9(tmp_path: Path) -> None:
             export(tmp_path / "ckpt", out, format="native")
             assert verify(out).ok
     assert visible < draws(6, 100)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "native", "pdparams"])
+def test_a_file_that_changes_before_it_gets_its_name_is_not_published(tmp_path: Path, format: str) -> None:
+    def cut() -> None:
+        (hidden,) = tmp_path.glob(".out.export-*")
+        file = min(path for path in hidden.iterdir() if not path.name.startswith("."))
+        os.truncate(file, file.stat().st_size - 1)
+
+    for error in errors_of(meanwhile(tmp_path, format, "size", cut), CheckpointError):
+        assert "has changed while it was written" in str(error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "watched"]
+
+
+def test_a_name_that_cannot_be_given_is_an_error_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "out")
+
+    source = saved(tmp_path / "ckpt")
+    monkeypatch.setattr(export_module, "rename", refused)
+    with pytest.raises(OSError, match="Read-only file system") as caught:
+        export(source, tmp_path / "out", "safetensors")
+    assert caught.value.errno == errno.EROFS
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_an_empty_folder_of_somebody_elses_keeps_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[str, int, int]] = []
+    stat, empty = Path.stat, tmp_path / "out"
+
+    def theirs(path: Path, **options: Any) -> os.stat_result:
+        found = stat(path, **options)
+        return found if path != empty else os.stat_result((*found[:4], found.st_uid + 1, found.st_gid + 2, *found[6:]))
+
+    source = saved(tmp_path / "ckpt")
+    empty.mkdir(0o750)
+    monkeypatch.setattr(Path, "stat", theirs)
+    monkeypatch.setattr(os, "chown", lambda path, uid, gid: given.append((Path(path).name, uid, gid)))
+    export(source, empty, "safetensors")
+    ((name, uid, gid),) = given
+    assert name.startswith(".out.export-")
+    assert (uid - os.geteuid(), gid - os.getegid()) == (1, 2)
+    assert os.stat(empty).st_mode & 0o777 == 0o750
+
+
+def test_a_damaged_value_is_not_exported(tmp_path: Path) -> None:
+    save_alone({"w": ARRAYS["a"], "text": "v" * 6000}, tmp_path / "ckpt")
+    (file,) = (tmp_path / "ckpt").glob("*.safetensors")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"v" * 6000, b"v" * 5999 + b"u", 1))
+    with pytest.raises(CheckpointCorruptedError, match="text: the checksum of .* does not match"):
+        export(tmp_path / "ckpt", tmp_path / "out.pdparams", "pdparams")
+    assert not (tmp_path / "out.pdparams").exists()
+
+
+def test_more_names_than_a_file_can_describe_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = saved(tmp_path / "ckpt")
+    monkeypatch.setattr("paddle_dist_ckpt.exporting.safetensors._MAX_HEADER_BYTES", 100)
+    with pytest.raises(UnsupportedValueError, match=r"model\S* needs a header of \d+ bytes; 100 are possible"):
+        export(source, tmp_path / "out", "safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]

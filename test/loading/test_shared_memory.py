@@ -322,3 +322,14 @@ def test_none_stays_where_there_is_no_value_to_take(tmp_path: Path) -> None:
     report = load_alone(state, tmp_path, None, LAX)
     assert state == {"a": 1, "missing": None, "tensors": None, "values": {"x": 2}, "empty": {}}
     assert len(report.skipped) == 2
+
+
+def test_a_target_whose_own_parts_differ_is_told_from_those_that_share_with_others(tmp_path: Path) -> None:
+    memory, stored = np.zeros((1, 8), np.float32), make_array((2, 4))
+    boxes = [Box((0, 0), (1, 4)), Box((1, 0), (1, 4))]
+    target = ShardedArray((2, 4), DTYPES["float32"], boxes, [memory[:, :4], memory[:, 2:6]])
+    save_alone({"w": stored, "v": stored[1:, 2:]}, tmp_path)
+    with pytest.raises(StateDictMismatchError) as caught:
+        load_alone({"w": target, "v": memory[:, 4:6]}, tmp_path)
+    assert list(caught.value.problems) == ["w: elements of the target share memory with each other"]
+    assert not memory.any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import logging
 import os
 import pickle
@@ -628,3 +629,13 @@ def test_a_job_that_has_not_initialised_anything_is_initialised_as_by_paddle(tmp
     ends = forked(tmp_path, UNINITIALISED, tmp_path / "checkpoint")
     assert [code for code, _ in ends] == [0, 0], ends
     assert list_checkpoints(tmp_path / "checkpoint") == [0]
+
+
+def test_paddle_load_takes_what_is_no_path_as_before(tmp_path: Path) -> None:
+    paddle.save({"w": paddle.ones([2])}, str(tmp_path / "a.pdparams"))
+    buffer = io.BytesIO((tmp_path / "a.pdparams").read_bytes())
+    install()
+    try:
+        assert paddle.load(buffer)["w"].tolist() == [1, 1]
+    finally:
+        uninstall()

@@ -37,6 +37,7 @@ from paddle_dist_ckpt.manager.retention import Retention
 from paddle_dist_ckpt.manager.steps import Steps, remove_step
 from paddle_dist_ckpt.saving.save_coordinator import SaveCoordinator
 from paddle_dist_ckpt.storage import Folders
+from paddle_dist_ckpt.testing import FaultyStorage
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
 from test.readers.golden import GOLDEN, expected_arrays
@@ -1260,3 +1261,9 @@ def test_a_process_that_ends_without_close_has_saved(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=env, timeout=60)
     with CheckpointManager(tmp_path) as steps:
         assert steps.latest_step() == 3
+
+
+def test_the_folder_of_a_manager_is_a_path(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="root must be a str or a PathLike, not FaultyStorage"):
+        CheckpointManager(FaultyStorage(tmp_path, lambda operation, name: None))
+    assert not list(tmp_path.iterdir())

@@ -447,3 +447,9 @@ def test_an_object_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(StateDictMismatchError, match="pass model beside optimizer") as caught:
         load(tmp_path, optimizer=adam(linear()))
     assert caught.value.problems
+
+
+def test_a_process_that_works_alone_has_no_other_coordinator(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="coordinator_rank is 3, but this process works alone"):
+        save_state_dict({"a": 1}, tmp_path, coordinator_rank=3)
+    assert not list(tmp_path.iterdir())

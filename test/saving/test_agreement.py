@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import read_metadata, rebuild_metadata
+from paddle_dist_ckpt import list_checkpoints, read_metadata, rebuild_metadata
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, UnsupportedValueError
@@ -25,6 +25,7 @@ from test.jobs import (
     load_whole,
     make_array,
     same_bits,
+    save_alone,
     save_on,
     try_save,
     without_times,
@@ -162,3 +163,11 @@ def test_after_a_missed_call_states_that_differ_are_not_saved_together(tmp_path:
         assert (outcomes[2].unique_id, outcomes[2].warnings) == (0, ())
         assert outcomes[3].unique_id == 1  # all is well again, so a difference is worth no more than a warning
         assert len(outcomes[3].warnings) == 1
+
+
+def test_far_more_containers_than_keys_speak_of_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.tree.paths._FEW_CONTAINERS", 3)
+    save_alone({"a": {"b": {"c": 1}}}, tmp_path)
+    with pytest.raises(CheckpointError, match="1 tensors and values are in far more dicts or lists of short keys"):
+        save_alone({"a": {"b": {"c": {"d": 1}}}}, tmp_path)
+    assert list_checkpoints(tmp_path) == [0]
