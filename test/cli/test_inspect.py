@@ -8,8 +8,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from paddle_dist_ckpt import SaveOptions, export
+from paddle_dist_ckpt import LocalStorage, Metadata, SaveOptions, export
+from paddle_dist_ckpt.cli import inspection
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.manager.steps import NOTE, step_folder
 from test.cli.commands import answer, fails, run, save_model
@@ -187,3 +189,34 @@ def test_what_is_not_read_of_another_format_is_said_with_the_reason(tmp_path: Pa
     text = run("inspect", tmp_path)
     assert "\nnot read: 1 key\n" in text
     assert "F4" in text.partition("not read")[2]
+
+
+def test_layers_that_differ_are_lines_of_their_own(tmp_path: Path) -> None:
+    arrays = {f"{i}.w": make_array((4,) if i == 2 else (6,)) for i in range(4)} | {"9.v": make_array((6,))}
+    save_alone({"layers": arrays}, tmp_path)
+    lines = run("inspect", tmp_path).splitlines()
+    assert [line.partition("  ")[0] for line in lines[-6:-5]] == ["└─ layers"]
+    assert [line[3:].lstrip(" │├└─").partition("  ")[0] for line in lines[-5:]] == ["0…1", "w", "2.w", "3.w", "9.v"]
+
+
+def test_of_very_many_names_no_more_levels_are_shown_than_fit(tmp_path: Path) -> None:
+    save_alone({f"part{chr(97 + i // 26)}{chr(97 + i % 26)}": {"x": make_array((i + 1,))} for i in range(70)}, tmp_path)
+    text = run("inspect", tmp_path)
+    assert text.count("part") == 70
+    assert text == run("inspect", tmp_path, "--depth", 1)
+
+
+def test_a_step_that_is_removed_while_steps_are_looked_at_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save_alone({"a": make_array((4,))}, step_folder(tmp_path, step), step)
+    read = inspection.read_checkpoint
+
+    def removed(storage: LocalStorage, unique_id: int) -> Metadata:
+        if unique_id == 1:
+            shutil.rmtree(storage.location)
+        return read(storage, unique_id)
+
+    monkeypatch.setattr(inspection, "read_checkpoint", removed)
+    assert [step["step"] for step in answer("inspect", tmp_path)["steps"]] == [2]

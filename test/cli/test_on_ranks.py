@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt import CheckpointError, LocalStorage
+from paddle_dist_ckpt.cli.ranks import gathered, same_checkpoint
+from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from test.cli.commands import save_model
-from test.jobs import data_files, make_array
+from test.jobs import data_files, errors_of, make_array
 from test.ranks.launcher import forked
 
 
@@ -30,3 +33,17 @@ def test_two_ranks_verify(tmp_path: Path) -> None:
     assert "\n{" not in f"\n{second}"
     found = json.loads(first[f"\n{first}".index("\n{") : first.rindex("\n}") + 2])
     assert (code, len(found["problems"])) == (1, 2)
+
+
+def test_ranks_that_see_other_checkpoints_say_so(tmp_path: Path) -> None:
+    """As of folders of the same name on two hosts."""
+    for name in "ab":
+        save_model(tmp_path / name, {"w": make_array((4, 5))}, 3)
+
+    def look(rank: SimulatedRank) -> list[int]:
+        with rank.hub.session("verify", 60) as session:
+            metadata = same_checkpoint(session, LocalStorage(tmp_path / "ab"[rank.rank]), None)
+            return gathered(session, "problems", lambda: metadata.unique_id, int)
+
+    for error in errors_of(run_ranks(2, look), CheckpointError):
+        assert f"checkpoint 3 in {tmp_path / 'b'} is not the one that the other ranks see" in str(error)

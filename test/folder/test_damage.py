@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from paddle_dist_ckpt import verify
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, RankFailureError
 from paddle_dist_ckpt.options import LoadOptions
+from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import (
     alike,
     another_host,
@@ -30,6 +34,7 @@ from test.jobs import (
     sharded,
     try_load,
 )
+from test.readers.golden import GOLDEN
 
 STATE: dict[str, Any] = {
     "doubles": make_array((40, 50), "float64"),
@@ -212,3 +217,39 @@ def test_a_load_into_many_ranks_after_all_is_well_again(tmp_path: Path) -> None:
     states = [wanted() for _ in range(3)]
     load_on(states, tmp_path, options=LoadOptions(exchange="always", timeout=60))
     assert all(alike(state, STATE) for state in states)
+
+
+@pytest.mark.parametrize("rows", [1, 40000])
+def test_a_disk_that_fails_in_the_middle_of_a_file_is_a_problem_of_each_tensor_that_it_hides(
+    tmp_path: Path, rows: int
+) -> None:
+    save_alone({"a": make_array((rows, 50)), "b": make_array((7,))}, tmp_path)
+    reads: list[str] = []
+
+    def fail(operation: str, name: str) -> None:
+        if operation == "read_into" and name.endswith(".safetensors"):
+            reads.append(name)
+            if len(reads) > header_reads:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+    header_reads = 1 << 30
+    assert verify(FaultyStorage(tmp_path, fail)).ok
+    header_reads = 1
+    del reads[:]
+    report = verify(FaultyStorage(tmp_path, fail))
+    assert not report.ok
+    assert all("Input/output error" in problem for problem in report.problems)
+
+
+def test_a_file_of_another_format_that_cannot_be_opened_any_more_is_a_problem(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "hf-safetensors", tmp_path / "ckpt")
+    opened: list[str] = []
+
+    def fail(operation: str, name: str) -> None:
+        if operation == "open" and name.endswith(".safetensors"):
+            opened.append(name)
+            if opened.count(name) > 1:
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+    report = verify(FaultyStorage(tmp_path / "ckpt", fail))
+    assert [problem.rpartition(" ")[0] for problem in report.problems] == ["[Errno 13] Permission denied:"] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -487,3 +488,33 @@ def test_a_folder_that_is_removed_again_and_again_is_made_again_a_few_times(tmp_
             save_alone(state(1), FaultyStorage(tmp_path / "ckpt", remove))
         assert not (tmp_path / "ckpt").exists()
     assert len(made) == times
+
+
+class Stale(FaultyStorage):
+    """A folder whose listing has a `.metadata` that is not there, as that of a network filesystem may."""
+
+    def names(self) -> list[str]:
+        return ["0.metadata"]
+
+
+def test_a_listing_that_is_out_of_date_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"0\.metadata is listed, but is not there: it was removed just"):
+        load_alone({}, Stale(tmp_path, lambda operation, name: None))
+
+
+def test_a_metadata_that_cannot_be_read_when_it_is_asked_why_is_told(tmp_path: Path) -> None:
+    reads: list[str] = []
+
+    def fail(operation: str, name: str) -> None:
+        if operation == "read":
+            reads.append(name)
+            if len(reads) > looks:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+    looks = 1 << 30
+    with pytest.raises(CheckpointNotFoundError, match="is listed, but is not there"):
+        load_alone({}, Stale(tmp_path, fail))
+    looks = len(reads) - 1  # but for the one that finds out why
+    del reads[:]
+    with pytest.raises(CheckpointNotFoundError, match=r"0\.metadata cannot be read: .*Input/output error"):
+        load_alone({}, Stale(tmp_path, fail))
