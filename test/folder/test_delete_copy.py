@@ -909,3 +909,23 @@ def test_nothing_is_cleared_where_a_checkpoint_has_come_meanwhile(tmp_path: Path
     with pytest.raises(CheckpointError, match="has a checkpoint by now"):
         begin_clearing(LocalStorage(tmp_path), 2, of_checkpoint=False)
     assert files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_files_that_another_has_removed_are_gone_whatever_is_said(tmp_path: Path, seen: bool) -> None:
+    """A deletion whose claim somebody has found too old, who has removed the files meanwhile."""
+    saved(tmp_path, 1)
+    blind: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "names" and blind:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))
+        if operation == "delete" and name.endswith(".safetensors"):
+            (tmp_path / name).unlink()
+            blind.extend([] if seen else [name])
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+    (save,) = {path.name.split(".")[1] for path in data_files(tmp_path)}
+    deletion = begin_deletion(FaultyStorage(tmp_path, hook), 1, save)
+    assert deletion.finish() == seen
+    assert list(tmp_path.glob("*.safetensors")) == []

@@ -446,3 +446,31 @@ def test_a_rank_that_can_start_no_thread_for_the_store_says_so(monkeypatch: pyte
     monkeypatch.setattr(threading.Thread, "start", refused)
     with pytest.raises(CheckpointError, match="rank 0 cannot ask Paddle's store: can't start new thread"):
         groups._PaddleStore(10.0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Broken pipe"), ValueError("TCP receive error")], ids=repr)
+def test_whatever_paddles_store_raises_is_the_end_of_a_connection(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(ConnectionError) as caught:
+        groups._PaddleStore._bounded(fail, 10.0)
+    assert str(caught.value) == f"Paddle's store: {type(error).__name__}: {error}"
+
+
+def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_STORE_GRACE", 0.0)
+    answers = threading.Event()
+    with pytest.raises(TimeoutError, match=r"Paddle's store has not answered within 0\.05 s"):
+        groups._PaddleStore._bounded(answers.wait, 0.05)
+    answers.set()
+
+
+def test_what_nobody_leaves_in_the_store_is_waited_for_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "create_or_get_global_tcp_store", lambda: SimpleNamespace(add=lambda key, amount: 0))
+    monkeypatch.setattr(groups._PaddleStore, "_POLL_SECONDS", 0.001)
+    store = groups._PaddleStore(10.0)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        store.get("key", 0.05)
+    assert 0.05 <= time.monotonic() - begun < 5

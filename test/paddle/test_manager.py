@@ -23,6 +23,7 @@ from paddle_dist_ckpt import (
     CheckpointError,
     CheckpointManager,
     CheckpointNotFoundError,
+    CheckpointTimeoutError,
     DurabilityUnknownError,
     LocalStorage,
     SaveOptions,
@@ -1267,3 +1268,33 @@ def test_the_folder_of_a_manager_is_a_path(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="root must be a str or a PathLike, not FaultyStorage"):
         CheckpointManager(FaultyStorage(tmp_path, lambda operation, name: None))
     assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_looked_for_before_the_first_save_does_not_prevent_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    littered, errors = Steps.littered, [OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))]
+
+    def unseen(self: Steps, *arguments: Any, **more: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return littered(self, *arguments, **more)
+
+    monkeypatch.setattr(Steps, "littered", unseen)
+    with CheckpointManager(tmp_path) as steps:
+        steps.save(1, {"a": 1}).wait()
+        assert steps.all_steps() == [1]
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith(f"{tmp_path}: steps that were never committed are left for now: [Errno 5]")
+
+
+def test_a_first_save_waits_no_longer_for_a_look_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(*_: Any, **__: Any) -> None:
+        raise CheckpointTimeoutError("a look has not returned", [0])
+
+    with CheckpointManager(tmp_path) as steps:
+        monkeypatch.setattr(Steps, "littered", hangs)
+        with pytest.raises(CheckpointTimeoutError, match="a look has not returned"):
+            steps.save(1, {"a": 1})
+        monkeypatch.undo()
+        assert steps.all_steps() == []

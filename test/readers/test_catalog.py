@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.errors import CheckpointCorruptedError
+from paddle_dist_ckpt.readers.budget import Budget
 from paddle_dist_ckpt.readers.catalog import Catalog, Piece, StoredChecksum, StoredFile, StoredTensor
+from paddle_dist_ckpt.readers.window import WindowedFile
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing.catalogs import read_catalog
 
@@ -29,3 +34,18 @@ def test_tensors_are_read_from_where_it_says_that_they_lie(tmp_path: Path) -> No
     found = read_catalog(LocalStorage(tmp_path), catalog)
     assert list(found) == ["model.w"]
     assert np.array_equal(found["model.w"].view(np.float32), array)
+
+
+def test_a_file_that_changes_while_it_is_read_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(3000))
+    with WindowedFile(LocalStorage(tmp_path), "file", Budget()) as file:
+        for start, stop in ((0, 3001), (-1, 5), (5, 4)):
+            with pytest.raises(CheckpointCorruptedError, match=f"it has 3000 bytes, no range {start} to {stop}"):
+                file.window(start, stop)
+        for position, nbytes in ((2999, 2), (-1, 1), (0, -1)):
+            with pytest.raises(CheckpointCorruptedError, match="it has 3000 bytes, so it ends before byte"):
+                file.read(position, nbytes)
+        assert file.read(2998, 2) == bytes(2)
+        os.truncate(tmp_path / "file", 2000)
+        with pytest.raises(CheckpointCorruptedError, match="file: it has become shorter than 3000 bytes"):
+            file.read(1999, 2)
