@@ -639,3 +639,13 @@ def test_paddle_load_takes_what_is_no_path_as_before(tmp_path: Path) -> None:
         assert paddle.load(buffer)["w"].tolist() == [1, 1]
     finally:
         uninstall()
+
+
+@pytest.mark.parametrize("path", [b"ckpt", "gs://bucket/ckpt", "a\0b"], ids=["bytes", "URL", "zero byte"])
+def test_a_path_that_is_none_is_refused_before_the_former_function_is_asked(path: Any) -> None:
+    install()
+    try:
+        with pytest.raises((TypeError, ValueError), match="path must"):
+            dist.load_state_dict({"w": paddle.ones([2])}, path)
+    finally:
+        uninstall()

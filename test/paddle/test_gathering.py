@@ -222,3 +222,10 @@ def test_own_values_of_other_ranks() -> None:
 
 def test_a_rank_may_be_an_integer_of_numpy() -> None:
     assert gather_state_dict({"x": 5}, np.int64(0)) == {"x": 5}  # type: ignore[arg-type]
+
+
+def test_a_rank_that_cannot_offer_its_files_fails_the_call_for_all(pool: RankPool) -> None:
+    for outcome in pool.run(cases.a_rank_that_cannot_offer_its_files, ranks=RANKS):
+        assert outcome.error == "RankFailureError"
+        assert "in round 'present' on rank 1: MemoryError: no memory for addends" in outcome.message
+        assert outcome.seconds < 30
