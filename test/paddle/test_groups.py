@@ -20,6 +20,7 @@ from paddle.base import core
 from paddle_dist_ckpt import (
     CheckpointError,
     CheckpointManager,
+    CheckpointTimeoutError,
     LoadOptions,
     SaveOptions,
     export,
@@ -31,7 +32,9 @@ from paddle_dist_ckpt import (
     save_state_dict,
 )
 from paddle_dist_ckpt.control import AgreedHub
+from paddle_dist_ckpt.errors import CollectiveError
 from paddle_dist_ckpt.paddle_adapter import groups, job_secret
+from paddle_dist_ckpt.paddle_adapter.transport import PaddleTransport
 from test.paddle import cases_groups as cases
 from test.ranks.launcher import forked, launched
 from test.ranks.pool import RankPool
@@ -474,3 +477,42 @@ def test_what_nobody_leaves_in_the_store_is_waited_for_no_longer_than_allowed(mo
     with pytest.raises(TimeoutError):
         store.get("key", 0.05)
     assert 0.05 <= time.monotonic() - begun < 5
+
+
+def test_a_first_rank_that_says_nothing_of_the_secret_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store:
+        def set(self, key: str, value: bytes) -> None:
+            pass
+
+        def get(self, key: str, timeout: float) -> bytes:
+            raise TimeoutError(key)
+
+    (tmp_path / "secret").write_bytes(b"x" * 20)
+    (tmp_path / "secret").chmod(0o600)
+    monkeypatch.setenv(job_secret.SECRET_FILE, str(tmp_path / "secret"))
+    with pytest.raises(
+        CheckpointTimeoutError, match=r"rank 2 did not say within 0\.5 s whether the job's control secret"
+    ):
+        job_secret.agreed_secret(Store(), "key", 5, [2, 5], 0.5)
+
+
+def test_a_collective_that_fails_is_told_as_such_and_is_the_last() -> None:
+    def fails() -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+    transport, data = PaddleTransport(fails), np.zeros(4, np.uint8)
+    with pytest.raises(CollectiveError, match="^a collective failed: RuntimeError: Connection reset by peer; "):
+        transport.broadcast(data, 0, 1 << 20)
+    with pytest.raises(CollectiveError, match="^an earlier collective failed, hung, or delivered other "):
+        transport.exchange({}, {}, [], 1 << 20)
+
+
+def test_an_interrupted_collective_is_the_last() -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    transport = PaddleTransport(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        transport.broadcast(np.zeros(4, np.uint8), 0, 1 << 20)
+    with pytest.raises(CollectiveError, match="^an earlier collective failed"):
+        transport.broadcast(np.zeros(4, np.uint8), 0, 1 << 20)

@@ -6,9 +6,12 @@ import math
 from pathlib import Path
 
 import numpy as np
+import paddle.distributed as dist
 import pytest
 
-from paddle_dist_ckpt import load_merged_state_dict, verify
+from paddle_dist_ckpt import UnsupportedValueError, load_merged_state_dict, verify
+from paddle_dist_ckpt.core.tensors import Reduction
+from paddle_dist_ckpt.paddle_adapter.placement import reduction_of
 from test.paddle import cases_placements as cases
 from test.paddle.layouts import Spread
 from test.paddle.tensors import to_array
@@ -141,3 +144,12 @@ def test_large_partial(pool: RankPool, tmp_path: Path) -> None:
     elements = 5 << 20  # 40 MiB, several of the chunks in which addends travel
     pool.run(cases.save_large_partial, str(tmp_path), 4, elements, ranks=4)
     assert np.array_equal(load_merged_state_dict(tmp_path)["x"].numpy(), np.arange(elements))
+
+
+@pytest.mark.skipif(not hasattr(dist.Partial(), "reduce_type"), reason="the reductions look otherwise")
+def test_partial_in_several_ways_is_refused() -> None:
+    sums, largest = dist.Partial(dist.ReduceType.kRedSum), dist.Partial(dist.ReduceType.kRedMax)
+    with pytest.raises(UnsupportedValueError, match=r"^w: partial with several reductions \(max, sum\)$"):
+        reduction_of((2, 2), (0, 1), [sums, largest], "w")
+    assert reduction_of((2, 3), (1, 2), [sums, sums], "w") == Reduction("sum", 5, 6)
+    assert reduction_of((2, 3), (1, 2), [dist.Replicate(), sums], "w") == Reduction("sum", 2, 3)

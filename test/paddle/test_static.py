@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt import UnsupportedValueError
+from paddle_dist_ckpt.paddle_adapter.static_program import program_state
 from test.paddle.versions import LATER_THAN_3_0, lacks
 from test.ranks.pool import RankPool
 from test.strategies import some
@@ -247,3 +249,16 @@ def test_names_of_another_run_are_not_guessed(ranks: RankPool, saved: Saved, sou
     ranks.run(cases.train, Run(form="program"))  # so that the programs below are not the first, and numbered otherwise
     for outcome in ranks.run(cases.load_optimizer, Run(form=destination, seed=1, load=saved(source))):
         assert outcome.error == "StateDictMismatchError"
+
+
+def test_a_program_without_a_state_is_told_by_its_key() -> None:
+    class Unready:
+        _mode = "train"
+        _engine = None
+
+        def state_dict(self) -> dict[str, object]:
+            raise ValueError("no program is built")
+
+    text = r"^net: this DistModel has no state \(ValueError: no program is built\); was it set to train\(\) before\?$"
+    with pytest.raises(UnsupportedValueError, match=text):
+        program_state(Unready(), "net")
