@@ -52,6 +52,8 @@ def nothing_text(storage: Storage, unique_id: int | None) -> str:
         storage.identity()
     except FileNotFoundError:
         return f"there is no folder {storage.location}"
+    except NotADirectoryError:
+        return f"there is no folder {storage.location}: a part of that path is a file"
     if (data_file := _data_file(storage)) is not None:
         return data_file
     which = "" if unique_id is None else f" with unique_id {unique_id}"

@@ -12,6 +12,7 @@ import paddle
 import pytest
 
 from paddle_dist_ckpt import (
+    CheckpointCorruptedError,
     CheckpointError,
     CheckpointManager,
     CheckpointNotFoundError,
@@ -453,3 +454,52 @@ def test_a_process_that_works_alone_has_no_other_coordinator(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="coordinator_rank is 3, but this process works alone"):
         save_state_dict({"a": 1}, tmp_path, coordinator_rank=3)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_path_below_a_file_holds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "ckpt", tmp_path / "file" / "below" / "ckpt"):
+        with pytest.raises(CheckpointNotFoundError, match=f"there is no folder {path}: a part of that path is a file"):
+            load(path, linear())
+
+
+def test_a_damaged_checkpoint_is_told_as_such_and_one_that_is_replaced_meanwhile_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, linear(1.0), others={"text": "v" * 6000})
+    (file,) = tmp_path.glob("*.safetensors")
+    good = file.read_bytes()
+    file.write_bytes(good.replace(b"v" * 6000, b"v" * 5999 + b"u"))
+    with pytest.raises(CheckpointCorruptedError, match="text: the checksum of"):
+        load(tmp_path, linear())
+    file.write_bytes(good)
+    fill, replaced = one_call._fill, list[bool]()
+
+    def replace_first(*arguments: Any) -> None:
+        if not replaced:
+            replaced.append(True)
+            save(tmp_path, linear(2.0), others={"text": "new"})
+        fill(*arguments)
+
+    monkeypatch.setattr(one_call, "_fill", replace_first)
+    model = linear()
+    state = load(tmp_path, model)
+    assert (state["text"], model.weight.numpy().min()) == ("new", 2.0)
+
+
+def test_a_file_that_is_gone_since_the_checkpoint_was_replaced_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, linear(1.0), others={"text": "v" * 6000})
+    read, replaced = one_call._load_others, list[bool]()
+
+    def replace_first(*arguments: Any) -> Any:
+        if not replaced:
+            replaced.append(True)
+            save(tmp_path, linear(2.0), others={"text": "w" * 6000})
+        return read(*arguments)
+
+    monkeypatch.setattr(one_call, "_load_others", replace_first)
+    model = linear()
+    state = load(tmp_path, model)
+    assert (state["text"], model.weight.numpy().min()) == ("w" * 6000, 2.0)
