@@ -220,3 +220,12 @@ def test_a_step_that_is_removed_while_steps_are_looked_at_is_left_out(
 
     monkeypatch.setattr(inspection, "read_checkpoint", removed)
     assert [step["step"] for step in answer("inspect", tmp_path)["steps"]] == [2]
+
+
+def test_an_error_that_nobody_has_thought_of_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unforeseen(*_: object) -> None:
+        raise KeyError("layers")
+
+    save_alone({"a": make_array((4,))}, tmp_path)
+    monkeypatch.setattr(inspection, "read_checkpoint", unforeseen)
+    assert fails("inspect", tmp_path) == "error: KeyError: 'layers' (--debug shows where)\n"

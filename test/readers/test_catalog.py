@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.errors import CheckpointCorruptedError
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueError
+from paddle_dist_ckpt.readers.assembly import Assembly
 from paddle_dist_ckpt.readers.budget import Budget
 from paddle_dist_ckpt.readers.catalog import Catalog, Piece, StoredChecksum, StoredFile, StoredTensor
 from paddle_dist_ckpt.readers.window import WindowedFile
@@ -49,3 +51,25 @@ def test_a_file_that_changes_while_it_is_read_is_damaged(tmp_path: Path) -> None
         os.truncate(tmp_path / "file", 2000)
         with pytest.raises(CheckpointCorruptedError, match="file: it has become shorter than 3000 bytes"):
             file.read(1999, 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "piece", "text"),
+    [
+        (("w",), (2, -1), None, r"a: 'w' has the shape \[2, -1\]"),
+        (("w", 1 << 63), (2,), None, "has a key beyond 64 bits"),
+        (("w",), (2, 3), Piece(Box((0,), (6,)), 0, 0), "a: 'w' has 2 dimensions, and a part of 1"),
+        (("w",), (2,), Piece(Box((1,), (2,)), 0, 0), "outside of its shape"),
+        (("w",), (2,), Piece(Box((0,), (2,)), 0, 93), "a: 'w' has 8 bytes at 93 of a, which has 100"),
+        (("w",), (2,), Piece(Box((0,), (2,)), 0, -1), "a: 'w' has 8 bytes at -1 of a, which has 100"),
+    ],
+)
+def test_tensors_that_cannot_lie_where_a_format_says_are_refused(
+    tmp_path: Path, path: tuple[Any, ...], shape: tuple[int, ...], piece: Piece | None, text: str
+) -> None:
+    (tmp_path / "a").write_bytes(bytes(100))
+    assembly = Assembly(LocalStorage(tmp_path), ["a"], Budget())
+    assert assembly.file("a", "it") == 0
+    with pytest.raises((CheckpointCorruptedError, UnsupportedValueError), match=text):
+        assembly.add_tensor("a", path, DTYPES["float32"], shape, None, [] if piece is None else [piece])
+    assembly.add_tensor("a", ("fits",), DTYPES["float32"], (2,), None, [Piece(Box((0,), (2,)), 0, 92)])
