@@ -252,3 +252,27 @@ def test_a_region_outside_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     with pytest.raises(CheckpointCorruptedError, match=r"rows.*does not hold the region \[12:14,0:700\]"):
         reader_of(LocalStorage(tmp_path), [("rows", Box((12, 0), (2, 700)))])
+
+
+@pytest.mark.parametrize("written", [0, 10, 4000])
+def test_a_part_of_a_large_shard_that_is_not_in_one_piece_is_a_hole_or_not(tmp_path: Path, written: int) -> None:
+    array = np.zeros((8192, 1024), np.uint8)
+    array[written, 7] = 1
+    save_on([{"w": array}], tmp_path)
+    (path,) = data_files(tmp_path)
+    data = path.read_bytes()
+    with path.open("wb") as file:  # with holes for what is zero
+        for start in range(0, len(data), 4096):
+            if any(page := data[start : start + 4096]):
+                file.seek(start)
+                file.write(page)
+        file.truncate(len(data))
+    wanted = [("w", Box((3072, 512), (2048, 512))), ("w", whole((8192, 1024)))]
+    with reader_of(LocalStorage(tmp_path), wanted) as reader:
+        if not reader.may_have_holes:
+            pytest.skip("this filesystem has no holes")
+        assert reader.is_hole(0) == (written != 4000)  # of which a block is read, though it has none of its items
+        assert not reader.is_hole(1)
+        target = np.ones((2048, 512), np.uint8)
+        reader.read([0], [target])
+    assert np.array_equal(target, array[3072:5120, 512:])

@@ -385,3 +385,16 @@ def test_what_is_no_checkpoint_of_paddles_any_more_keeps_its_name(tmp_path: Path
     put_aside(FaultyStorage(tmp_path, save), 7, "temporary")
     assert (tmp_path / "7.metadata").read_bytes() == ours
     assert (tmp_path / "5.metadata").read_bytes() == ours
+
+
+@pytest.mark.parametrize("name", ["torch-dcp-2.13", "hf-safetensors", "paddle-2.6.2"])
+def test_checkpoints_of_others_are_neither_deleted_nor_copied(tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(GOLDEN / name, tmp_path / "theirs"))
+    before = sorted(path.name for path in folder.iterdir())
+    text = f"the checkpoint in {folder} is of the format .*; only this library's own can be managed"
+    with pytest.raises(ValueError, match=text):
+        delete_checkpoint(folder, read_metadata(folder).unique_id)
+    with pytest.raises(ValueError, match=text):
+        copy_checkpoint(folder, tmp_path / "copy")
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert not (tmp_path / "copy").exists()

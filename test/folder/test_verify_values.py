@@ -151,3 +151,11 @@ def test_a_hole_where_something_else_was_written_is_damage(tmp_path: Path) -> No
     assert problem.startswith("w: the checksum of 4096 bytes")
     with pytest.raises(CheckpointCorruptedError, match="checksum"):
         load_whole(tmp_path)
+
+
+def test_a_value_that_is_no_row_of_bytes_is_a_problem(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"/v": Entry([1, 2], [[], []], "uint8", 2, b"42"), "/w": Entry([4], [[]])})
+    (problem,) = verify(tmp_path).problems
+    assert problem == "v: a stored value that is not a row of bytes"
+    with pytest.raises(CheckpointCorruptedError, match="v: a stored value that is not a row of bytes"):
+        load_whole(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueError
+from paddle_dist_ckpt import read_metadata
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from paddle_dist_ckpt.readers.catalog import Catalog
 from paddle_dist_ckpt.readers.pdparams import PdparamsReader
 from paddle_dist_ckpt.readers.static_auto import PaddleStaticReader
-from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.storage import LocalStorage, as_source
 from paddle_dist_ckpt.testing.catalogs import read_catalog
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
-from test.readers.golden import golden_checkpoint
+from test.readers.golden import GOLDEN, golden_checkpoint
 
 READER = PaddleStaticReader()
 WEIGHT = np.arange(48, dtype=np.float32).reshape(8, 6)
@@ -302,3 +304,18 @@ def test_attributes_that_many_variables_share_take_little_time(tmp_path: Path) -
     told = {name: {**of, "dims_mapping": [-1]} for name, of in told.items()}
     assert len(read(tmp_path, {**files, "m_dist0.pdattr": pickle.dumps(told)}).tensors) == 4000
     assert time.process_time() - start < 10
+
+
+def test_what_comes_before_the_ranks_of_the_names_means_the_files_that_have_it(tmp_path: Path) -> None:
+    for file in (GOLDEN / "static-3.3.1").glob("m_dist*"):
+        shutil.copy(file, tmp_path)
+        shutil.copy(file, tmp_path / f"a{file.name[1:]}")
+    (tmp_path / "m_dist0.txt").write_text("not of it")
+    expected = read_metadata(GOLDEN / "static-3.3.1")
+    found = read_metadata(tmp_path / "m")
+    assert (found.format, found.table.paths) == (expected.format, expected.table.paths)
+    assert {info.name for info in found.files} == {info.name for info in expected.files}
+    storage = pickle.loads(pickle.dumps(as_source(tmp_path / "m")))
+    assert sorted(storage.names()) == sorted(path.name for path in tmp_path.glob("m_dist*"))
+    with pytest.raises(CheckpointNotFoundError, match="there is no folder"):
+        read_metadata(tmp_path / "m_dist")

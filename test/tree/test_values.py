@@ -512,3 +512,15 @@ def test_long_bytes_that_are_no_base64(at: int, wrong: str) -> None:
     for damaged in (text[:at] + wrong + text[at + 1 :], text[:at] + wrong * 4 + text[at + 4 :], text[:-1]):
         with pytest.raises(CheckpointCorruptedError):
             decode_value(msgspec.json.encode({"bytes": damaged}))
+
+
+def test_keys_of_one_hash_are_neither_saved_nor_read() -> None:
+    number = 2**61 - 1  # whose multiples have the hash 0
+    few, many = {i * number: i for i in range(64)}, {i * number: i for i in range(65)}
+    tree = to_jsonable([few], "v")
+    assert from_jsonable(tree) == [few]
+    with pytest.raises(UnsupportedValueError, match="more than 64 keys of the dict have one hash"):
+        to_jsonable([many], "v")
+    tree[0]["dict"].append([64 * number, 64])
+    with pytest.raises(CheckpointCorruptedError, match="keys of one hash"):
+        from_jsonable(tree)
