@@ -14,8 +14,15 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import delete_checkpoint, list_checkpoints, rebuild_metadata
-from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, RankFailureError
-from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
+from paddle_dist_ckpt.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    RankFailureError,
+    UnsupportedValueError,
+)
+from paddle_dist_ckpt.folder import checkpoint
+from paddle_dist_ckpt.folder.checkpoint import read_checkpoint, why_unknown
 from paddle_dist_ckpt.folder.nothing import listed_ids
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
@@ -527,3 +534,30 @@ def test_a_path_below_a_file_has_no_checkpoint_whether_or_not_an_id_is_asked_for
             load_whole(tmp_path / "file" / "ckpt", unique_id)
         with pytest.raises(CheckpointNotFoundError, match=text):
             load_alone({"a": 1}, tmp_path / "file" / "ckpt", unique_id)
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (UnsupportedValueError("a sparse tensor"), "a sparse tensor"),
+        (CheckpointCorruptedError("a damaged pickle"), None),
+        (CheckpointNotFoundError("nothing that is known"), "nothing that is known"),
+        (None, None),
+    ],
+)
+def test_it_is_known_whether_no_reader_can_read_a_folder_or_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, known: str | None
+) -> None:
+    """Where none can, the function that was there before is asked, which may be able to."""
+
+    def read(*_: Any) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(checkpoint, "read_checkpoint", read)
+    assert why_unknown(LocalStorage(tmp_path), None) == known
+    (tmp_path / "file").touch()
+    assert why_unknown(LocalStorage(tmp_path / "file"), None) == known  # no folder
+    save_alone(state(1), tmp_path, 3)
+    expected = None if isinstance(error, CheckpointNotFoundError) else known  # another id than there is
+    assert why_unknown(LocalStorage(tmp_path), 5) == expected
