@@ -238,9 +238,6 @@ class _BoundedStorage:
     def modified(self, name: str) -> float:
         return self._run("a look at", name, functools.partial(self._inner.modified, name))
 
-    def __repr__(self) -> str:
-        return repr(self._inner)
-
 
 class _BoundedFile:
     """An open file, which is closed when all that is done to it has returned."""
