@@ -863,7 +863,8 @@ def test_a_path_of_bytes_is_refused_however_it_is_passed() -> None:
 def test_without_proc_a_file_is_taken_to_be_the_one_that_was_meant(
     storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "f").write_bytes(b"1234")
+    (tmp_path / "f").symlink_to("g")
+    (tmp_path / "g").write_bytes(b"1234")
     readlink = os.readlink
 
     def none(path: Any, **options: Any) -> Any:
