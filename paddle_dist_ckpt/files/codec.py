@@ -387,7 +387,7 @@ def _metadata_of(body: _Body, cost: int) -> Metadata:
     # A digest is there for each, since a file without one is taken to be of another format, and not verified.
     # And whoever copies or removes a checkpoint must not touch other files.
     named = {f.name for f in body.files if (parsed := parse_data_file(f.name)) and parsed.save_id == body.save_id}
-    if body.world_size < 1 or len(named) < len(body.files) or any(f.size < 0 or not f.digest for f in body.files):
+    if body.world_size < 1 or len(named) < len(body.files) or not all(f.digest for f in body.files):
         raise CheckpointCorruptedError("world size or file list out of bounds")
     msgspec.msgpack.encode((body.world_size, body.files, body.values))  # raises if numbers are too large for messages
     _check_leaves([*body.tensors.paths, *(path for path, _ in body.values)])

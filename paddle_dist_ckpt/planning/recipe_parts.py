@@ -333,7 +333,7 @@ def _converted(one: Cast, inner: Made, find: Callable[[str], SourceTensor]) -> M
         raise RecipeError(f"{_short(one)}: a cast from {inner.dtype.name} that is not done")
     for part in inner.parts:
         before = find(part.key).dtype
-        if inner.dtype is not before and dtype is not inner.dtype and not _is_exact(before, inner.dtype):
+        if dtype is not inner.dtype and not _is_exact(before, inner.dtype):
             raise RecipeError(
                 f"{_short(one)}: a cast from {before.name} by way of {inner.dtype.name} would round twice"
             )

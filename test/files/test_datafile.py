@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, DType, arithmetic_dtype
 from paddle_dist_ckpt.core.shards import ShardTable
-from paddle_dist_ckpt.errors import CheckpointCorruptedError
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueError
 from paddle_dist_ckpt.files.codec import table_to_record
 from paddle_dist_ckpt.files.datafile import (
     DataFileInfo,
@@ -305,6 +305,14 @@ def test_a_rank_that_writes_several_parts(tmp_path: Path) -> None:
         assert read_info(file, f"{i}")[0].part == i
         file.close()
     assert {name: array.tobytes() for name, array in found.items()} == {e.name: e.array.tobytes() for e in entries}
+
+
+def test_a_header_that_no_reader_takes_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.files.datafile.MAX_HEADER_BYTES", 2 * BLOCK)
+    entries = [make_entry("w", "uint8", (blocks * BLOCK,)) for blocks in (100, 1000)]
+    assert layout_of(entries[:1], INFO).data_start <= 2 * BLOCK
+    with pytest.raises(UnsupportedValueError, match="w and what else .* larger block_bytes make it smaller"):
+        layout_of(entries[1:], INFO)
 
 
 @pytest.fixture

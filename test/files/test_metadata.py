@@ -22,7 +22,15 @@ from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.core.shards import Kind, ShardTable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
 from paddle_dist_ckpt.files import codec
-from paddle_dist_ckpt.files.codec import decode_head, decode_metadata, decode_note, encode_metadata
+from paddle_dist_ckpt.files.codec import (
+    TableRecord,
+    decode_head,
+    decode_metadata,
+    decode_note,
+    encode_metadata,
+    table_from_record,
+    table_to_record,
+)
 from paddle_dist_ckpt.files.metadata import (
     FileInfo,
     LocalTensorIndex,
@@ -243,6 +251,20 @@ def test_irregular_shards_take_at_most_24_bytes_each() -> None:
     assert len(encode(make(table, 256))) - len(encode(make(small().table, 256))) <= 24 * count
 
 
+def test_one_tensor_may_be_cut_in_very_many_shards_unless_each_has_very_many_dimensions() -> None:
+    def cut_along_the_first(count: int, dimensions: int) -> TableRecord:
+        cuts = [list(range(1, count)), *([()] * (dimensions - 1))]
+        layout = Layout.from_cuts((count, *([1] * (dimensions - 1))), cuts)
+        none = np.zeros(1, np.int64)
+        return table_to_record(
+            ShardTable(["/w"], [DTYPES["uint8"]], none, [layout], none, np.zeros(count, np.int64), [None])
+        )
+
+    assert len(table_from_record(cut_along_the_first(600_000, 1), 1).shard_file) == 600_000
+    with pytest.raises(CheckpointCorruptedError, match="more dimensions than tensors are cut in"):
+        table_from_record(cut_along_the_first(80_000, 32), 1)
+
+
 READERS = pytest.mark.parametrize("read", [decode_metadata, decode_note])
 
 
@@ -409,6 +431,7 @@ HOSTILE_BODIES = {
     "a value where a tensor is": change("values")([["/zz", 1]]),
     "a value below a tensor": change("values")([["/zz/below", 1]]),
     "a value above a tensor": change("values")([["/model", 1]]),
+    "very many containers": change("values")([[f"/v{i:03d}{'/a' * 250}", 1] for i in range(400)]),
     "a value in a place that no list has": change("values")([["/list/~l1000000000", 1]]),
     "a hostile value": change("values")([["/lr", {"int": "zz"}]]),
     "a paths column too short": tensors["paths"](["/a"]),

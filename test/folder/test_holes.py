@@ -312,6 +312,18 @@ def test_a_hole_in_place_of_data_is_not_taken_for_the_zeros_beside_them(tmp_path
         load_whole(tmp_path)
 
 
+def test_a_hole_in_place_of_the_last_byte_is_not_taken_for_a_zero(tmp_path: Path) -> None:
+    data = bytes(9 << 20) + b"x"
+    write_checkpoint(tmp_path, {"/w": Entry([len(data)], [[]], "uint8", data=data)})
+    (file,) = tmp_path.glob("*.safetensors")
+    size = file.stat().st_size
+    os.truncate(file, size - len(data))
+    os.truncate(file, size)
+    assert "w: the checksum of 1 bytes" in "".join(verify(tmp_path).problems)
+    with pytest.raises(CheckpointCorruptedError, match="w: the checksum of 1 bytes"):
+        load_whole(tmp_path)
+
+
 def test_a_large_hole_is_known_by_a_few_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = _holes(tmp_path / "start", 64 << 10)
     (file,) = start.glob("*.safetensors")

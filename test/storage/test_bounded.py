@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,14 @@ def test_an_operation_returns_and_raises_what_it_does(helpers: Helpers) -> None:
     with pytest.raises(TimeoutError, match="filesystem's own"):
         helpers.run(StorageCall("failing", fail))
     assert helpers.run(StorageCall("adding", lambda _: 2 + 2)) == 4
+
+
+def test_no_operation_waits_for_another_to_begin() -> None:
+    together = threading.Barrier(8)
+    with closing(Helpers(10 * BOUND, 3)) as helpers, ThreadPoolExecutor(together.parties) as pool:
+        meet = lambda _: helpers.run(StorageCall("meeting", lambda _: together.wait(PATIENCE)))  # noqa: E731
+        assert sorted(pool.map(meet, range(together.parties))) == list(range(together.parties))
+    helpers_end()
 
 
 def test_one_that_takes_too_long_is_given_up_and_so_is_all_after_it(helpers: Helpers) -> None:

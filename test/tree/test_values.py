@@ -154,6 +154,8 @@ def test_two_values_are_the_same_if_they_are_written_alike(value: Any, other: An
         ([1], [1, 2]),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
         ({"a": 1}, {"a": 1, "b": 2}),
+        ({"a": 1}, {"a": 2}),
+        ({"a": 1}, {"b": 1}),
         ({1: 0}, {True: 0}),
         (np.float32(1), np.float64(1)),
         (np.zeros(2), np.zeros((1, 2))),
