@@ -101,6 +101,11 @@ def test_a_part_of_a_grid_is_stored_box_by_box() -> None:
     assert Layout.from_record(make_layout((3,), []).to_record(), 0).boxes.to_list() == []
 
 
+def test_a_tensor_without_elements_may_be_cut_along_another_dimension() -> None:
+    halves = [Box((0, 0), (0, 2)), Box((0, 2), (0, 2))]
+    assert Layout.from_record(LayoutRecord([0, 4], [[], [2]]), 2).boxes.to_list() == halves
+
+
 @pytest.mark.parametrize(
     "record",
     [

@@ -289,6 +289,9 @@ def test_every_byte_is_needed_and_none_more() -> None:
             decode_metadata(data[:length], "3.metadata", 3)
     for more in (b"\n", b"x", b"\0" * 100):
         refused(data + more)
+        at = data.index(b"\n") - 18
+        blank = data[:at] + b"0" * 16 + data[at + 16 :] + more
+        refused(blank.replace(b"0" * 16, xxhash.xxh3_64_hexdigest(blank).encode(), 1))
 
 
 def test_errors_name_the_file() -> None:

@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,20 @@ def test_a_part_of_a_file_counts_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorruptedError, match="file has 4096 bytes on the disk"):
         holes.read(40 << 20, 40 << 20)
     file.close()
+
+
+def test_a_file_has_its_own_part_when_others_have_used_up_what_is_shared(tmp_path: Path) -> None:
+    budget = HoleBudget()
+    for name, page in (("a", b""), ("b", _PAGE * 4)):
+        (tmp_path / name).write_bytes(page)
+        os.truncate(tmp_path / name, 100 << 20)
+    with closing(LocalStorage(tmp_path).open("a")) as a, closing(LocalStorage(tmp_path).open("b")) as b:
+        with pytest.raises(CheckpointCorruptedError, match="a has 0 bytes on the disk"):
+            Holes("a", a, budget).read(0, 100 << 20)
+        holes = Holes("b", b, budget)
+        holes.read(0, 5 * 4096)
+        with pytest.raises(CheckpointCorruptedError, match="b has 16384 bytes on the disk"):
+            holes.read(1 << 20, 1 << 20)
 
 
 class _Slow(LocalReadable):

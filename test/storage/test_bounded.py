@@ -280,6 +280,9 @@ def test_only_a_publication_in_the_same_folder_is_waited_for(tmp_path: Path, fol
         else:
             assert publish(storage)
     stall.release()
+    for seconds in (BOUND, None):  # and without a bound it is waited for as well
+        with bounded(lambda: LocalStorage(tmp_path), tmp_path, seconds, 0, list(unfinished)) as storage:
+            assert publish(storage)
     helpers_end()
 
 

@@ -138,6 +138,19 @@ def test_names_are_made_durable_up_to_the_mount_point(tmp_path: Path, synced: li
     assert set(synced) == set(map(str, above))
 
 
+def test_names_beyond_a_mount_point_are_not_made_durable(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lstat(path: Path) -> os.stat_result:
+        mode, inode, device, *rest = real(path)
+        return os.stat_result((mode, inode, device + (path == tmp_path / "disk"), *rest))
+
+    real = Path.lstat
+    monkeypatch.setattr(Path, "lstat", lstat)
+    LocalStorage(tmp_path / "disk" / "a").prepare()
+    assert synced == [str(tmp_path / "disk")]
+
+
 @pytest.mark.parametrize("name", ["latest", "run/latest"])
 def test_the_name_of_a_folder_that_is_removed_and_made_again_is_made_durable_again(
     tmp_path: Path, synced: list[str], name: str
