@@ -39,6 +39,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 
 def write(folder: Path, pieces: list[tuple[np.ndarray, int]]) -> bytes:
+    folder.mkdir(exist_ok=True)
     file = LocalStorage(folder).create("file")
     for data, offset in pieces:
         file.write(data, offset)
@@ -124,6 +125,19 @@ def test_a_full_disk_is_not_hidden(tmp_path: Path, pages: np.ndarray, monkeypatc
     monkeypatch.setattr(local_files.os, "pwrite", pwrite)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path, [(pages, 0)])
+
+
+def test_files_that_are_closed_have_no_descriptor_left(
+    tmp_path: Path, pages: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "_filesystem", lambda device: "ext4")
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(50):
+        write(tmp_path / f"{i}", [(pages, 0)])
+        file = LocalStorage(tmp_path / f"{i}").open("file")
+        file._open_direct()  # type: ignore[attr-defined]
+        file.close()
+    assert len(os.listdir("/proc/self/fd")) < before + 25
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "nfs4", "overlay", ""])

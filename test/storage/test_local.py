@@ -409,6 +409,24 @@ def test_a_publish_onto_a_folder_fails_cleanly(storage: LocalStorage, tmp_path: 
     assert storage.names() == ["m"]
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_where_nobody_says_what_is_a_hole_there_is_none(
+    tmp_path: Path, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    (tmp_path / "a").touch()
+    os.truncate(tmp_path / "a", 1 << 20)
+
+    def refuse(*args: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with closing(storage.open("a")) as file:
+        assert file.is_hole(0, 1 << 20)
+        monkeypatch.setattr(local_files.os, "lseek", refuse)
+        assert not file.is_hole(0, 1 << 20)
+        assert file.hole_bytes(0, 1 << 20) == 0
+        assert file.on_disk[1] == 1 << 20
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 def test_files_follow_the_umask(storage: LocalStorage, tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
