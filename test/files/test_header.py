@@ -64,6 +64,16 @@ def test_damage_is_noticed_wherever_it_is(tmp_path: Path, piece: int, at: int, m
         read(tmp_path)
 
 
+@pytest.mark.parametrize("size", [0, 1, 5000, 2**62])
+def test_a_length_that_no_header_has_is_refused_unread(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(header, "MAX_HEADER_BYTES", 4096)
+    (tmp_path / NAME).write_bytes(size.to_bytes(8, "little") + written(tmp_path, b"")[8:] + b" " * 5000)
+    with pytest.raises(CheckpointCorruptedError, match=f"it has a header of {size} bytes"):
+        read(tmp_path)
+
+
 def test_a_header_with_a_hole_is_not_read_behind_it(tmp_path: Path) -> None:
     size = 64 << 20
     with (tmp_path / NAME).open("wb") as file:

@@ -253,3 +253,19 @@ def test_a_file_of_another_format_that_cannot_be_opened_any_more_is_a_problem(tm
 
     report = verify(FaultyStorage(tmp_path / "ckpt", fail))
     assert [problem.rpartition(" ")[0] for problem in report.problems] == ["[Errno 13] Permission denied:"] * 2
+
+
+def test_files_that_are_refused_are_not_left_open(tmp_path: Path) -> None:
+    save_alone(STATE, tmp_path)
+    (path,) = data_files(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    with flipped(path, 20, 1):
+        for _ in range(20):
+            with pytest.raises(CheckpointCorruptedError, match="header"):
+                load_whole(tmp_path)
+            assert not verify(tmp_path).ok
+    path.write_bytes(path.read_bytes()[:-1])
+    for _ in range(20):
+        with pytest.raises(CheckpointCorruptedError, match="were written"):
+            load_whole(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) < before + 15
