@@ -219,6 +219,20 @@ def test_a_copy_of_a_model_keeps_to_itself() -> None:
     assert canonical(entries) == {"/optimizer/w_0_m_0": "/optimizer/w.m"}
 
 
+@pytest.mark.parametrize(
+    ("parameters", "key", "expected"),
+    [
+        (["/m1/d/fc.w", "/m2/d/fc.w"], "/opt/d.fc.w.moment1", "/m1/d/fc.w"),  # the key alone does not tell the models
+        (["/fc.w", "/out.w"], "/opt/out.w.moment1", "/out.w"),  # on the rank that has saved it the name was another's
+    ],
+)
+def test_a_variables_name_tells_whose_it_is_unless_its_key_says_otherwise(
+    parameters: list[str], key: str, expected: str
+) -> None:
+    names = names_module.Names([*parameters, key], ["linear_0.w_0", "linear_1.w_0", "linear_0.w_0_moment1_0"])
+    assert names.variables == {key: ((expected,), "moment1")}
+
+
 def test_many_entries_are_quick() -> None:
     count, kinds = 20_000, ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
     parameters = {f"/model/layers.{i}.weight": f"linear_{i}.w_0.dist" for i in range(count)}
