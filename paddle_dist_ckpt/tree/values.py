@@ -223,7 +223,7 @@ def _base64(data: bytes) -> str:
 
 def _numpy_dtype(dtype: np.dtype[Any], key: _Place) -> str:
     largest = {"f": 8, "c": 16}.get(dtype.kind, dtype.itemsize)  # long doubles' layout differs between machines
-    if dtype.kind not in _ARRAY_KINDS or dtype.hasobject or dtype.itemsize > largest:
+    if dtype.kind not in _ARRAY_KINDS or dtype.itemsize > largest:
         raise UnsupportedValueError(f"{_text_of(key)}: numpy values of dtype {dtype} cannot be stored")
     return str(dtype.str)
 

@@ -38,8 +38,10 @@ from paddle_dist_ckpt.files.datafile import (
     slice_suffix,
     split_in_parts,
 )
+from paddle_dist_ckpt.files.holes import HoleBudget
 from paddle_dist_ckpt.files.metadata import FileInfo
 from paddle_dist_ckpt.files.room import Room
+from paddle_dist_ckpt.files.runs import open_data_file
 from paddle_dist_ckpt.storage import LocalStorage
 from test.strategies import boxes_in, examples, shapes
 
@@ -361,6 +363,15 @@ def test_every_flip_in_a_header_is_noticed(written: Path) -> None:
             written.write_bytes(bytes(flipped) + data[size:])
             refuse_header(written, expected)
             refuse_info(written)
+
+
+def test_a_file_of_another_format_has_the_size_that_was_seen(written: Path) -> None:
+    storage, size = LocalStorage(written.parent), written.stat().st_size
+    with closing(open_data_file(storage, FileInfo(written.name, size, ""), 0, HoleBudget()).file):
+        pass
+    for other in (size - 1, size + 1):
+        with pytest.raises(CheckpointCorruptedError, match=f"has {size} bytes; {other} were written"):
+            open_data_file(storage, FileInfo(written.name, other, ""), 0, HoleBudget())
 
 
 def test_a_header_of_another_save_or_with_other_blocks_is_refused(written: Path) -> None:

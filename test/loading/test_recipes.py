@@ -294,6 +294,7 @@ def test_casts(folder: Path, tmp_path: Path) -> None:
             ["stored('k') has shape [4, 6]", "[8, 6]"],
         ),
         (concat(stored("q"), stored("cube")), (8, 6), "float32", False, ["stored('cube') has shape [3, 4, 5]"]),
+        (concat(stored("q"), stored("q").unsqueeze(2)), (16, 6), "float32", False, ["has shape [8, 6, 1]"]),
         (concat(stored("q"), axis=2), (8, 6), "float32", False, ["no axis 2"]),
         (stored("q")[8], (6,), "float32", False, ["no such part", "stored('q')[8:9]"]),
         (stored("q")[-9], (6,), "float32", False, ["no such part"]),

@@ -167,6 +167,18 @@ def test_a_namedtuple_of_tensors_is_refused_by_name() -> None:
         flatten({"model": {"p": pair(Tensor(), 1)}}, ADAPTER)
 
 
+@pytest.mark.parametrize("levels", [200, 210])
+def test_a_tree_deeper_than_can_be_read_is_refused(levels: int) -> None:
+    tree: Any = Tensor()
+    for _ in range(levels):
+        tree = {"k": tree}
+    if levels == 200:
+        assert paths(tree) == ["/k" * levels]
+    else:
+        with pytest.raises(UnsupportedValueError, match="nested deeper than 200 levels"):
+            paths(tree)
+
+
 def test_a_tree_without_an_end_is_refused() -> None:
     endless: dict[str, Any] = {"t": Tensor()}
     endless["self"] = endless

@@ -354,6 +354,8 @@ HOSTILE = [
     numpy_tag("{'a': 1}"),
     numpy_tag("f4", bytes(4)),
     numpy_tag("<f4", bytes(5)),
+    numpy_tag("<f4", bytes(8)),
+    numpy_tag("|S3", bytes(5)),
     numpy_tag("<f4"),
     numpy_tag("<U1", b"\xff\xff\xff\xff"),
     numpy_tag("<U99999999999"),
