@@ -137,6 +137,17 @@ def test_an_int_key_may_have_any_size() -> None:
     assert decode_value(encode_value(value, "key")) == value
 
 
+def test_dicts_of_very_many_keys_of_one_hash_are_neither_stored_nor_read() -> None:
+    """To make such a dict takes quadratic time."""
+    few, many = ({complex(-1000003 * i, i): 0 for i in range(count)} for count in (60, 70))
+    assert decode_value(encode_value(few, "key")) == few
+    with pytest.raises(UnsupportedValueError, match="key: more than 64 keys of the dict have one hash"):
+        encode_value(many, "key")
+    pairs = [pair for part in (few, {k: 1 for k in many if k not in few}) for pair in to_jsonable(part, "")["dict"]]
+    with pytest.raises(CheckpointCorruptedError, match="keys of one hash"):
+        decode_value(msgspec.json.encode({"dict": pairs}))
+
+
 @examples(40)
 @given(values, values)
 def test_two_values_are_the_same_if_they_are_written_alike(value: Any, other: Any) -> None:
