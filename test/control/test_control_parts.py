@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from paddle_dist_ckpt.control.connection import Connection
 from paddle_dist_ckpt.control.coordinator import GRACE, CoordinatorSession
 from paddle_dist_ckpt.control.coordinator_table import CoordinatorTable
 from paddle_dist_ckpt.control.member import MemberSession
+from paddle_dist_ckpt.control.session import _Collectives, check_payload
 from paddle_dist_ckpt.core.memory import Bytes1D
 from paddle_dist_ckpt.core.protocols import Appointments, ControlHub, Transfers, Transport
 from paddle_dist_ckpt.errors import (
@@ -304,6 +306,13 @@ def test_only_bytes_are_sent() -> None:
         session.gather_scatter("r", lambda: bytearray(1), lambda parts: parts)  # type: ignore[arg-type, return-value]
 
 
+def test_what_is_too_long_for_a_message_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_PAYLOAD", 3)
+    assert check_payload(bytes(3), "it") == bytes(3)
+    with pytest.raises(ValueError, match="it has 4 bytes; a message may have 3"):
+        check_payload(bytes(4), "it")
+
+
 MOST = 1 << 20
 
 
@@ -356,6 +365,95 @@ def test_a_farewell_that_crosses_an_answer_ends_the_round(order: str) -> None:
     error = member.error()
     assert type(error) is RankFailureError
     assert "closed the session before the end of round 'write'" in str(error)
+
+
+def test_a_reply_counts_though_the_coordinator_has_left_when_it_is_taken() -> None:
+    member = MemberSession(0, "save", rank=1, coordinator=0, timeout=10.0, now=0.0)
+    member.begin_round("write")
+    member.handle(wire.Reply(0, 0), b"done", now=1.0)
+    member.handle(wire.Bye(0), b"", now=1.0)
+    assert member.verdict is None
+    assert member.take_reply() == b"done"
+
+
+def test_nobody_waits_for_more_of_a_rank_that_has_left() -> None:
+    """Such as a part of a message of its next session, which is large."""
+    session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, payload: None, 0.0)
+    for rank in (0, 1):
+        session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
+    session.handle(1, wire.Bye(0), b"", 1.0)
+    session.hear(1, 1.0)
+    for tenths in range(10, 200):
+        session.handle(0, wire.Beat(0), b"", tenths / 10)
+        session.tick(tenths / 10)
+    assert session.verdict is None
+
+
+def test_an_answer_to_another_round_is_not_mixed_with_those_of_this_one() -> None:
+    session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, payload: None, 0.0)
+    for rank in (0, 1):
+        session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
+        session.handle(rank, wire.Answer(0, rank, "plan"), b"", 0.0)
+    assert session.parts() is None
+    session.tick(1.0)
+    assert session.verdict is not None
+    assert "on rank 1: answered round 1 while the session was in round 0" in session.verdict.message
+
+
+def test_no_rank_relies_on_a_collective_that_fails_on_another_one() -> None:
+    """Which of them work is tried once for a connection."""
+
+    class Stub:
+        tried = False
+
+        def __init__(self, *failing: str) -> None:
+            self.failing, self.told = list(failing), list[Mapping[str, list[int]]]()
+
+        def try_out(self) -> list[str]:
+            assert not self.tried
+            return self.failing
+
+        def rely_on_others(self, failing: Mapping[str, list[int]]) -> None:
+            self.tried = True
+            self.told.append(failing)
+
+    world, stubs = InProcessWorld(2), [Stub(), Stub("all-to-all")]
+
+    def work(rank: int) -> None:
+        for _ in range(2):
+            with world.hub(rank).session("load", 10.0) as session:
+                verified.agree_on_collectives(session, stubs[rank])  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+    assert [stub.told for stub in stubs] == [[{"all-to-all": [1]}]] * 2
+
+
+def test_collectives_that_hang_keep_no_process_from_ending() -> None:
+    before, goes_on = set(threading.enumerate()), threading.Event()
+    task = _Collectives(NoTransport())
+    result = task.start(verified.VerifiedTransfers(task, 0, ""), lambda _: goes_on.wait(5), threading.Condition())
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
+    goes_on.set()
+    assert result.result(5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_that_works_between_two_collectives_is_in_none(fails: bool) -> None:
+    """Only in one is it given up if it does not get on for the timeout."""
+
+    class Stub:
+        def broadcast(self, data: Any, source: int, most: int) -> None:
+            assert not task.moved_since(time.monotonic())
+            if fails:
+                raise CheckpointError("the network is down")
+
+    task = _Collectives(Stub())  # type: ignore[arg-type]
+    assert task.moved_since(time.monotonic())
+    with pytest.raises(CheckpointError) if fails else nullcontext():
+        task.broadcast(np.zeros(1, np.uint8), 0, MOST)
+    assert task.since is None
+    assert task.moved_since(time.monotonic())
 
 
 def test_ranks_need_not_begin_at_0_nor_the_coordinator_be_the_first() -> None:
@@ -437,13 +535,16 @@ def test_a_late_call_that_its_rank_has_left_does_not_make_the_next_one_fail() ->
     assert not table.sessions[1].failing
 
 
-def failed_before_rank_2_came() -> tuple[CoordinatorSession, list[tuple[int, wire.Message]]]:
+def failed_before_rank_2_came(
+    has_answered: bool = True,
+) -> tuple[CoordinatorSession, list[tuple[int, wire.Message]]]:
     """A session of three ranks in which rank 1 has raised an error of its own; and what is sent."""
     sent: list[tuple[int, wire.Message]] = []
     session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, payload: sent.append((rank, message)), 0.0)
     for rank in (0, 1):
         session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
-    session.handle(0, wire.Answer(0, 0, "plan"), b"", 0.0)
+    if has_answered:
+        session.handle(0, wire.Answer(0, 0, "plan"), b"", 0.0)
     session.handle(1, wire.Fail(0, "plan", failures.record("it failed"), 0), b"", 0.0)
     return session, sent
 
@@ -562,9 +663,9 @@ def test_a_failure_without_a_round_can_be_read() -> None:
     assert wire.decode(frame) == wire.Fail(3, "plan", wire.ErrorRecord("OSError", "x"), -1)
 
 
-@pytest.mark.parametrize("what", ["connection", "patience"])
+@pytest.mark.parametrize("what", ["connection", "patience", "patience before any answer"])
 def test_an_error_waits_for_nobody_when_another_rank_is_gone(what: str) -> None:
-    session, _ = failed_before_rank_2_came()
+    session, _ = failed_before_rank_2_came(has_answered=what != "patience before any answer")
     session.tick(5.0)
     assert session.verdict is None
     if what == "connection":
