@@ -618,6 +618,26 @@ def test_appointments_survive_a_connection_that_breaks(relayed: Relayed) -> None
     assert first == second
 
 
+def test_hubs_that_have_nothing_to_do_rest(hubs: list[TcpHub], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have been woken, and have sent more than the system takes at once; training needs the processor now."""
+
+    def work(hub: TcpHub) -> None:
+        with hub.session("save", LONG) as session:
+            session.gather_scatter("r", lambda: bytes(1 << 24), lambda parts: parts)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, hubs))
+    turns: list[int] = []
+    for hub in hubs:
+        wait = hub._port.wait
+        monkeypatch.setattr(
+            hub._port, "wait", lambda seconds, hub=hub, wait=wait: (turns.append(hub.rank), wait(seconds))
+        )
+        hub._port.wake()
+    time.sleep(0.1)
+    assert len(turns) < 20
+
+
 def test_closing_is_quick_final_and_can_be_repeated(store: Store) -> None:
     before = threading.active_count()
     hubs = [make(0, store), make(1, store)]
@@ -736,7 +756,8 @@ def was_closed(sock: socket.socket) -> bool:
     return True
 
 
-def test_what_another_connection_has_said_proves_nothing(store: Store) -> None:
+def test_what_another_connection_has_said_proves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.control.gate._PATIENCE", PATIENCE)
     coordinator = make(0, store)
     found = store.rendezvous()
     key = keys.hub_key(found.token, b"", "k")
@@ -747,11 +768,17 @@ def test_what_another_connection_has_said_proves_nothing(store: Store) -> None:
             hello = hello or keys.Handshake(key, greeting, keys.open_hello(1, bytes(keys.ID_BYTES))).hello()
             sock.sendall(hello)
             assert sock.recv(keys.ANSWER_BYTES, socket.MSG_WAITALL)[0] == status
+            if status == keys.Status.UNPROVEN:  # who is turned away keeps no place at the gate
+                until(lambda sock=sock: was_closed(sock), AT_ONCE, "an end of its connection")
         until(lambda: not coordinator._port.connections, what="an end of the connection")
     coordinator.close()
 
 
-def test_who_does_not_know_the_key_is_not_taken_for_the_coordinator() -> None:
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(keys.Status.WELCOME, "somebody who does not know the hub's key"), (99, "an answer of no known kind")],
+)
+def test_who_does_not_know_the_key_is_not_taken_for_the_coordinator(status: int, text: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         rank = Introduction(stranger.getsockname(), b"key", 1, bytes(keys.ID_BYTES), 0)
         sock, _ = stranger.accept()
@@ -765,8 +792,9 @@ def test_who_does_not_know_the_key_is_not_taken_for_the_coordinator() -> None:
             sock.sendall(greeting)
             until(lambda: has_heard(keys.GREETING_BYTES))
             hello = sock.recv(keys.HELLO_BYTES, socket.MSG_WAITALL)
-            sock.sendall(keys.Handshake(b"another key", greeting, hello).answer(keys.Status.WELCOME))
-            with pytest.raises(ConnectionError, match="somebody who does not know the hub's key"):
+            answer = keys.Handshake(b"another key", greeting, hello).answer(keys.Status.WELCOME)
+            sock.sendall(bytes([status]) + answer[1:])
+            with pytest.raises(ConnectionError, match=text):
                 until(lambda: has_heard(keys.GREETING_BYTES + keys.ANSWER_BYTES))
 
 
@@ -784,6 +812,8 @@ def test_a_stranger_who_says_nothing_has_to_go_though_nobody_else_comes(
 def test_of_many_strangers_those_who_came_last_stay() -> None:
     gate = Gate(0, (socket.AF_INET, "127.0.0.1"), b"key", frozenset({1}), lambda hello: False, set())
     strangers = [socket.create_connection(("127.0.0.1", gate.port), AT_ONCE) for _ in range(100)]
+    gate.serve(0)
+    assert len(gate._newcomers) == 16  # a turn is short, whoever comes
     until(lambda: gate.serve(0) or was_closed(strangers[35]), what="an end of the connection that came first")
     assert [was_closed(sock) for sock in strangers] == [True] * 36 + [False] * 64
     gate.close()
@@ -821,6 +851,19 @@ def test_strangers_who_have_gone_again_do_not_keep_a_rank_waiting() -> None:
         rank.advance()
     for sock in (rank.socket, admitted[0].socket):
         sock.close()
+    gate.close()
+
+
+def test_strangers_who_have_gone_again_make_no_turn_longer_when_all_ranks_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate(0, (socket.AF_INET, "127.0.0.1"), b"key", frozenset({1}), lambda hello: False, set())
+    turned_away: list[str] = []
+    monkeypatch.setattr(gate, "_turn_away", lambda sock, reason: (turned_away.append(reason), sock.close()))
+    for _ in range(20):
+        socket.create_connection(("127.0.0.1", gate.port), AT_ONCE).close()
+    gate.serve(0)
+    assert len(turned_away) == 16
     gate.close()
 
 
