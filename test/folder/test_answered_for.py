@@ -29,7 +29,7 @@ from test.folder.test_gone_claims import (
     frozen_at_its_last_step,
 )
 from test.hooks import dies, raises
-from test.jobs import Killed, age, age_claims, files_in, save_alone, save_on, saves_in, try_save
+from test.jobs import Killed, age, age_claims, data_files, files_in, save_alone, save_on, saves_in, try_save
 from test.waiting import PATIENCE
 
 
@@ -415,7 +415,7 @@ def test_the_files_of_a_copy_stay_that_begins_while_an_ended_save_is_cleaned_up_
 def test_a_full_disk_keeps_no_files_of_what_was_replaced_when_an_ended_save_waits(tmp_path: Path) -> None:
     """There is no room for what the new one's claim has to say of the ended one."""
     save_alone(state(0), tmp_path, 0)
-    (save,) = saves_in(tmp_path)
+    save = "d" * 16
     claim = tmp_path / f"0.{save}.claim"
     claim.write_text(json.dumps({"save": save, "replaces": None, "removes": ["e" * 16], "done": True}))
     published: list[str] = []
@@ -426,5 +426,5 @@ def test_a_full_disk_keeps_no_files_of_what_was_replaced_when_an_ended_save_wait
         published.extend([name] * ((operation, name) == ("publish", "0.metadata")))
 
     save_alone(state(1), FaultyStorage(tmp_path, hook), 0)
-    assert len(saves_in(tmp_path)) == 1
+    assert len(data_files(tmp_path)) == 1
     check_after_later_saves(tmp_path, {0: 1})

@@ -22,6 +22,7 @@ from paddle_dist_ckpt import list_checkpoints, rebuild_metadata, verify
 from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError
 from paddle_dist_ckpt.folder import commit
+from paddle_dist_ckpt.folder.claims import is_expired, records_of
 from paddle_dist_ckpt.folder.delete import begin_clearing, begin_deletion, delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.folder.own_claim import OwnClaim
@@ -300,6 +301,15 @@ def test_a_dead_claim_that_may_not_be_read_is_left_although_its_rewriting_may(tm
     assert [path.name[:4] for path in data_files(tmp_path)] == ["0_2.", "0_5."]
     save_alone(state(3), tmp_path, 3)
     check_holds(tmp_path, {2: 2, 3: 3})
+
+
+def test_a_claim_of_which_nothing_is_written_yet_may_be_of_a_save(tmp_path: Path) -> None:
+    """Once it has its name, an empty one is of a deletion on a full disk."""
+    name = f"0.{'d' * 16}.claim"
+    for written, deletes in ((f"{name}.tmp", False), (name, True)):
+        (tmp_path / written).touch()
+        _, record = records_of(LocalStorage(tmp_path))[written]
+        assert (record.may_replace, record.deletes) == (not deletes, deletes)
 
 
 def test_a_claim_that_may_not_be_read_may_be_of_a_save_that_replaces_ours(tmp_path: Path) -> None:
@@ -1027,6 +1037,15 @@ def test_an_automatic_save_that_got_a_later_id_and_was_replaced_there_leaves_not
 
     save_alone(state(3), FreezingStorage(tmp_path, after=replace_it), 1)
     check_holds(tmp_path, {0: 1, 1: 3})
+
+
+def test_a_save_that_was_silent_has_a_fresh_claim_when_it_commits(tmp_path: Path) -> None:
+    """Who has found it too old looks once more before it is removed."""
+    lease = Lease(LocalStorage(tmp_path), 0, automatic=True)
+    age_claims(tmp_path)
+    lease.confirm()
+    assert not is_expired(lease.storage, lease.name, time.time())
+    lease.end()
 
 
 def test_a_claim_that_cannot_be_kept_fresh_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,11 +111,15 @@ def test_nobody_waits_for_a_deletion_that_was_interrupted(
         assert plan.doomed == [1, 2]
         folders = Folders(lambda path, hook=interrupt: FaultyStorage(path, hook))  # type: ignore[misc]
         monkeypatch.setattr("paddle_dist_ckpt.manager.prune.Folders", lambda folders=folders: folders)
-        with suppress(KeyboardInterrupt):
+        was_interrupted = False
+        try:
             if by == "delete":
                 delete(folders(step_folder(root, 1)), 1)
             else:
                 carry_out(plan)
+        except KeyboardInterrupt:
+            was_interrupted = True
+        assert was_interrupted == (len(done) > number), "it is not swallowed"
         for step in (1, 2, 3):
             for _, claim in records_of(LocalStorage(step_folder(root, step))).values():
                 assert claim.done or not claim.deletes, (number, done)
@@ -504,6 +508,19 @@ def test_a_copy_beside_others(tmp_path: Path) -> None:
         copy_checkpoint(tmp_path / "a", tmp_path / "a", 1)
     check_holds(tmp_path / "a", 1, 2)
     check_holds(tmp_path / "b", 1, 2)
+
+
+def test_a_copy_of_what_has_another_id_there_is_refused(tmp_path: Path) -> None:
+    """As it was rebuilt when its own id was another one's."""
+    saved(tmp_path / "a", 1)
+    save_id = copy_checkpoint(tmp_path / "a", tmp_path / "b").save_id
+    (tmp_path / "b" / "1.metadata").unlink()
+    saved(tmp_path / "b", 1)
+    rebuild_metadata(tmp_path / "b", save_id)
+    delete_checkpoint(tmp_path / "b", 1)
+    with pytest.raises(ValueError, match="has this checkpoint already, with unique_id 2"):
+        copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    assert list_checkpoints(tmp_path / "b") == [2]
 
 
 def test_damage_is_not_copied(tmp_path: Path) -> None:

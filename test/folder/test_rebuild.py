@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import local
 from paddle_dist_ckpt.storage.local import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter
-from test.hooks import raises
+from test.hooks import does, raises
 from test.jobs import (
     SMALL,
     Killed,
@@ -361,6 +362,21 @@ def test_what_two_rebuild_at_once_has_one_id(tmp_path: Path, monkeypatch: pytest
     assert made == [3]
     assert list_checkpoints(tmp_path) == [3]
     assert len(files_in(tmp_path)) == 2, sorted(files_in(tmp_path))
+
+
+def test_what_appears_under_the_id_at_the_last_moment_is_not_replaced(tmp_path: Path) -> None:
+    folder, aside, saves = tmp_path / "a", tmp_path / "aside", []
+    for number in (1, 2):
+        save_alone({"w": np.full(9, number)}, folder, 4)
+        saves.append(read_metadata(folder, 4).save_id)
+        shutil.move(folder / "4.metadata", aside)
+
+    storage = FaultyStorage(folder, does("publish", "4.metadata", lambda: shutil.copy(aside, folder / "4.metadata")))
+    with pytest.raises(CheckpointError, match=r"4\.metadata appeared meanwhile; try again"):
+        rebuild.rebuild(storage, saves[0], False)
+    assert (load_whole(folder, 4)["w"] == 2).all()
+    assert rebuilt(folder, saves[0]).unique_id == 5
+    assert (load_whole(folder, 5)["w"] == 1).all()
 
 
 def test_a_temporary_name_that_was_not_removed_at_once_is_removed_in_the_end(tmp_path: Path) -> None:
