@@ -111,8 +111,8 @@ class Lease:
     def _look(self) -> bool:
         """Find the save that has the id now and that a commit would replace; returns whether it is another by now."""
         before, self.replaces = self.replaces, None if self.automatic else known_save_of(self.storage, self.unique_id)
-        if self.replaces is None or self.replaces == before:
-            return self.replaces != before
+        if self.replaces == before:
+            return False
         # What that has replaced in its turn is known from its claim alone, and from here on from this one.
         for _, record in records_of(self.storage).values():
             for said in record.all:

@@ -122,7 +122,7 @@ class OtherClaims:
         others: list[str] = []
         for name, (id_now, id_in_name, claim) in beside.items():
             is_of_id = self._unique_id == id_now or (everywhere and self._unique_id == id_in_name)
-            if claim.save in self.ids or not (everywhere or is_of_id) or (claim.done and claim.passes_on):
+            if not (everywhere or is_of_id) or (claim.done and claim.passes_on):  # what this has left itself, too
                 continue
             is_left = name in stuck or name in awaited
             # A save taken for dead that nothing stops, as its claim could not be removed, may still commit.
