@@ -20,7 +20,7 @@ from paddle_dist_ckpt import CheckpointError, CheckpointTimeoutError, copy_check
 from paddle_dist_ckpt.core.decoding import decoding
 from paddle_dist_ckpt.files import codec
 from paddle_dist_ckpt.folder import ids, lease
-from paddle_dist_ckpt.folder.claims import is_abandoned
+from paddle_dist_ckpt.folder.claims import is_abandoned, records_of
 from paddle_dist_ckpt.manager import prune
 from paddle_dist_ckpt.manager import steps as steps_module
 from paddle_dist_ckpt.manager.removal import _to_one_of_each, remove_together
@@ -188,6 +188,18 @@ def test_a_folder_of_which_no_step_can_be_read_is_not_empty(tmp_path: Path) -> N
     (tmp_path / "step-00000007").write_text("a file")
     (tmp_path / "step-00000008").symlink_to(tmp_path / "step-00000008")
     assert look(tmp_path).latest() is None, "those were never committed, or are no steps"
+
+
+def test_an_interrupt_between_two_removals_is_not_swallowed_and_leaves_nobody_waiting(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step)
+    steps, hook = look(tmp_path), raises("publish", "2.*.claim", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        steps.begin_removals([1, 2], [], Folders(lambda path: FaultyStorage(path, hook)))  # type: ignore[misc]
+    (left,) = records_of(LocalStorage(step_folder(tmp_path, 1))).values()
+    assert left[1].done
+    assert look(tmp_path).latest() == 3
+    assert sorted(look(tmp_path).metrics) == [2, 3]
 
 
 def test_a_step_is_read_again_only_if_it_was_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,6 +304,13 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(
         steps.save(5, numbers(5))
 
 
+def test_when_a_manager_is_closed_nothing_is_due_by_time(tmp_path: Path) -> None:
+    """Nor on other ranks, if it is the coordinator's: they would wait for its part in the save."""
+    with CheckpointManager(tmp_path, save_interval_seconds=1e-6) as steps:
+        assert steps.should_save(1)
+    assert not steps.should_save(2)
+
+
 def test_a_failure_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, 2)
     with CheckpointManager(tmp_path) as steps:
