@@ -642,6 +642,17 @@ def test_hubs_that_have_nothing_to_do_rest(hubs: list[TcpHub], monkeypatch: pyte
     assert len(turns) < 20
 
 
+def test_what_was_sent_is_not_kept(hubs: list[TcpHub]) -> None:
+    """Only what waits for a connection is, or a job's memory would grow with each call."""
+    assert both(hubs) == [b"0", b"1"]
+    assert not hubs[1]._port._waiting
+    hubs[0].close()
+    until(lambda: not hubs[1]._port.connections, what="an end of the connection")
+    with pytest.raises(RankFailureError):
+        one_round(hubs[1])
+    assert [type(message) for message, _ in hubs[1]._port._waiting] == [wire.Bye]
+
+
 def test_closing_is_quick_final_and_can_be_repeated(store: Store) -> None:
     before = threading.active_count()
     hubs = [make(0, store), make(1, store)]
@@ -771,8 +782,10 @@ def test_what_another_connection_has_said_proves_nothing(store: Store, monkeypat
             greeting = sock.recv(keys.GREETING_BYTES, socket.MSG_WAITALL)
             hello = hello or keys.Handshake(key, greeting, keys.open_hello(1, bytes(keys.ID_BYTES))).hello()
             sock.sendall(hello)
-            assert sock.recv(keys.ANSWER_BYTES, socket.MSG_WAITALL)[0] == status
-            if status == keys.Status.UNPROVEN:  # who is turned away keeps no place at the gate
+            answer = sock.recv(keys.ANSWER_BYTES, socket.MSG_WAITALL)
+            assert answer[0] == status
+            if status == keys.Status.UNPROVEN:  # who is turned away is told nothing, and keeps no place at the gate
+                assert not any(answer[1:])
                 until(lambda sock=sock: was_closed(sock), AT_ONCE, "an end of its connection")
         until(lambda: not coordinator._port.connections, what="an end of the connection")
     coordinator.close()
@@ -944,11 +957,12 @@ def test_closing_wakes_a_rank_that_waits(hubs: list[TcpHub]) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_is_refused_and_harms_nothing(hubs: list[TcpHub]) -> None:
+@pytest.mark.parametrize("call", ["session", "appointments"])
+def test_a_forked_process_is_refused_and_harms_nothing(hubs: list[TcpHub], call: str) -> None:
     child = os.fork()
     if child == 0:
         try:
-            hubs[0].session("save", LONG)
+            getattr(hubs[0], call)("save", LONG)
         except CheckpointError:
             hubs[0].close()
             os._exit(7)
