@@ -545,6 +545,18 @@ def test_a_dead_claim_that_is_being_rewritten(tmp_path: Path, silent: bool) -> N
     third.end()
 
 
+def test_a_dead_claim_that_begins_to_be_rewritten_when_it_was_read_is_left(tmp_path: Path) -> None:
+    first = Lease(LocalStorage(tmp_path), 3, automatic=True)
+    first.stop()
+    age(tmp_path / first.name)
+    rewritten = tmp_path / f"{first.name}.tmp"
+    second = Lease(FaultyStorage(tmp_path, does("read", first.name, rewritten.touch)), 4, automatic=True)
+    assert rewritten.exists()
+    assert first.is_held()
+    assert second.doomed == []
+    second.end()
+
+
 def test_a_deletion_that_thaws_while_it_is_taken_over_is_not_taken_for_dead(tmp_path: Path) -> None:
     """Its claim is too old until just before it removes the `.metadata`; what takes it over replaces that meanwhile."""
     save_alone(state(0), tmp_path, 0)
