@@ -97,6 +97,17 @@ def test_a_coordinator_that_all_name_has_a_hub_of_its_own_made_once() -> None:
     assert sorted(job.made) == [(0, 2), (1, 2), (2, 2)]
 
 
+def test_closing_ends_the_hub_of_its_own_alone() -> None:
+    job = Job()
+    for coordinator in (2, 1):
+        works(job, coordinator)
+    for rank in range(RANKS):
+        job.hub(rank, 2).close()
+    each(job.call(dict.fromkeys(range(RANKS), 2)), CheckpointError, lambda error: "was closed" in str(error))
+    for coordinator in (0, 1):
+        works(job, coordinator)
+
+
 def test_different_calls_that_name_one_coordinator_are_no_different_coordinators() -> None:
     job = Job()
     results = job.call({0: 2, 1: 2, 2: 2}, {1: "load"})

@@ -427,6 +427,8 @@ def test_a_save_beside_the_steps_of_a_manager_is_warned_of(tmp_path: Path, caplo
     assert "steps of a CheckpointManager" not in caplog.text
     save_alone(state(1), tmp_path)
     assert f"{tmp_path}: the folder has the steps of a CheckpointManager as well" in caplog.text
+    assert list_checkpoints(tmp_path) == [0, 1]
+    assert "no checkpoint is listed" not in caplog.text
 
 
 @pytest.mark.parametrize("unique_id", [None, 7])
