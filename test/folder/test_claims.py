@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -310,6 +311,30 @@ def test_a_claim_of_which_nothing_is_written_yet_may_be_of_a_save(tmp_path: Path
         (tmp_path / written).touch()
         _, record = records_of(LocalStorage(tmp_path))[written]
         assert (record.may_replace, record.deletes) == (not deletes, deletes)
+
+
+@pytest.mark.parametrize(
+    ("says", "may_replace"),
+    [
+        ({"of_id": 5}, True),
+        ({}, True),
+        ({"of_id": 6}, False),
+        ({"of_id": 5, "automatic": True}, False),
+        ({"of_id": 5, "done": True}, False),
+        ({"of_id": 5, "deletes": True}, False),
+    ],
+)
+def test_what_was_taken_over_hinders_only_where_it_may_yet_replace_something(
+    tmp_path: Path, says: dict[str, Any], may_replace: bool
+) -> None:
+    """By a claim that says of a save that it could not be stopped: so long nobody deletes what it would replace."""
+    save_alone(state(5), tmp_path, 5)
+    taken = [{"save": "e" * 16, "replaces": None, "removes": [], **says}]
+    left = {"save": "d" * 16, "replaces": None, "removes": [], "deletes": True, "done": True, "passes_on": True}
+    (tmp_path / f"7.{'d' * 16}.claim").write_text(json.dumps({**left, "taken": taken}))
+    with pytest.raises(CheckpointError, match="may yet be replaced") if may_replace else nullcontext():
+        delete(LocalStorage(tmp_path), 5)
+    assert list_checkpoints(tmp_path) == ([5] if may_replace else [])
 
 
 def test_a_claim_that_may_not_be_read_may_be_of_a_save_that_replaces_ours(tmp_path: Path) -> None:

@@ -307,6 +307,19 @@ def test_a_deletion_that_is_taken_for_dead_leaves_its_files_to_a_later_save(tmp_
     check_holds(tmp_path, {2: 2, 7: 7, 8: 8})
 
 
+def test_a_deletion_whose_files_somebody_else_has_removed_is_done_whatever_is_wrong_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_alone(state(1), tmp_path, 1)
+    (save,) = saves_in(tmp_path)
+    deletion = begin_deletion(LocalStorage(tmp_path), 1, save)
+    age_claims(tmp_path)
+    save_alone(state(2), tmp_path, 2)
+    (tmp_path / "2.metadata").write_bytes(b"rubbish")
+    assert deletion.finish()
+    assert "files of removed saves are left" not in caplog.text
+
+
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_a_deletion_that_ends_before_it_has_begun_removes_nothing(tmp_path: Path, interrupted: bool) -> None:
     """While it says what it is going to remove; of the checkpoint, a file is in a folder of another host."""
