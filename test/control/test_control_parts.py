@@ -389,6 +389,16 @@ def test_nobody_waits_for_more_of_a_rank_that_has_left() -> None:
     assert session.verdict is None
 
 
+def test_a_rank_may_be_silent_for_the_whole_timeout() -> None:
+    session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, payload: None, 0.0)
+    for rank in (0, 1):
+        session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
+    for tenths in range(110):
+        session.handle(0, wire.Beat(0), b"", tenths / 10)
+        session.tick(tenths / 10)
+        assert (session.verdict is None) == (tenths <= 10 * (10.0 + GRACE) + 1)
+
+
 def test_an_answer_to_another_round_is_not_mixed_with_those_of_this_one() -> None:
     session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, payload: None, 0.0)
     for rank in (0, 1):

@@ -9,7 +9,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from paddle_dist_ckpt.errors import (
     DurabilityUnknownError,
 )
 from paddle_dist_ckpt.folder import commit
+from paddle_dist_ckpt.folder.claims import Statement
 from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import begin_deletion, delete
 from paddle_dist_ckpt.folder.lease import Lease
@@ -305,6 +306,23 @@ def test_a_deletion_that_is_taken_for_dead_leaves_its_files_to_a_later_save(tmp_
     age_claims(tmp_path)
     save_alone(state(8), tmp_path, 8)
     check_holds(tmp_path, {2: 2, 7: 7, 8: 8})
+
+
+@pytest.mark.parametrize(
+    ("deletes", "error", "fails"),
+    [(False, errno.ENOSPC, True), (False, errno.EIO, True), (True, errno.EIO, True), (True, errno.ENOSPC, False)],
+)
+def test_only_a_deletion_on_a_full_disk_goes_on_when_it_cannot_pass_on_what_the_dead_have_said(
+    tmp_path: Path, deletes: bool, error: int, fails: bool
+) -> None:
+    armed: list[bool] = []
+    storage = FaultyStorage(tmp_path, raises("publish", "*.claim", error, lambda: armed))
+    lease = Lease(storage, 0, automatic=True, deletes=deletes)
+    armed.append(True)
+    with pytest.raises(OSError, match=os.strerror(error)) if fails else nullcontext():
+        lease.pass_on([Statement("e" * 16, None, ["f" * 16])])
+    armed.clear()
+    lease.end()
 
 
 def test_a_deletion_whose_files_somebody_else_has_removed_is_done_whatever_is_wrong_then(
