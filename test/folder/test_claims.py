@@ -901,6 +901,34 @@ def test_a_save_that_is_replaced_just_before_it_looks_for_others_leaves_nothing(
     check_holds(tmp_path, {5: 2})
 
 
+def test_what_replaces_a_save_leaves_its_claim_to_a_third_one_that_replaces_it_in_its_turn(tmp_path: Path) -> None:
+    """The third has confirmed before both what it replaces, so that claim alone tells it of the second."""
+    save_alone(state(0), tmp_path, 5)
+    before = (tmp_path / "5.metadata").read_bytes()
+    frozen, thaw = threading.Event(), threading.Event()
+    replaced: list[bool] = []
+
+    def freeze() -> None:
+        frozen.set()
+        assert thaw.wait(PATIENCE)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "names" and not replaced and (tmp_path / "5.metadata").read_bytes() != before:
+            replaced.append(True)
+            save_alone(state(2), tmp_path, 5)
+
+    third = threading.Thread(target=save_alone, args=(state(3), FreezingStorage(tmp_path, after=freeze), 5))
+    third.start()
+    try:
+        assert frozen.wait(PATIENCE)
+        save_alone(state(1), FaultyStorage(tmp_path, hook), 5)
+        assert replaced
+    finally:
+        thaw.set()
+        third.join(PATIENCE)
+    check_holds(tmp_path, {5: 3})
+
+
 def test_what_waits_for_a_save_that_dies_is_removed_later(tmp_path: Path) -> None:
     """Both have confirmed what they replace; one commits and ends, the other commits over it and dies."""
     save_alone(state(0), tmp_path, 5)
