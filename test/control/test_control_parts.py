@@ -389,6 +389,24 @@ def test_nobody_waits_for_more_of_a_rank_that_has_left() -> None:
     assert session.verdict is None
 
 
+def test_different_rounds_are_told_at_once_although_a_rank_has_not_come() -> None:
+    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, payload: None, 0.0)
+    for rank, name in enumerate(("plan", "write")):
+        session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
+        session.handle(rank, wire.Answer(0, 0, name), b"", 0.0)
+    session.tick(GRACE)
+    assert session.verdict is not None
+    assert "ranks disagree about round 0: rank 0 calls 'plan', rank 1 calls 'write'" in session.verdict.message
+
+
+def test_what_comes_of_the_coordinator_is_no_news_of_a_session_that_it_has_not_come_to() -> None:
+    member = MemberSession(0, "save", rank=1, coordinator=0, timeout=10.0, now=0.0)
+    for tenths in range(120):
+        member.hear(tenths / 10)
+        member.tick(tenths / 10)
+    assert isinstance(member.error(), CheckpointTimeoutError)
+
+
 def test_a_rank_may_be_silent_for_the_whole_timeout() -> None:
     session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, payload: None, 0.0)
     for rank in (0, 1):

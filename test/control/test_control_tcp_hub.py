@@ -826,6 +826,16 @@ def test_a_stranger_who_says_nothing_has_to_go_though_nobody_else_comes(
     coordinator.close()
 
 
+def test_a_stranger_who_leaves_keeps_no_place_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.control.gate._PATIENCE", PATIENCE)
+    gate = Gate(0, (socket.AF_INET, "127.0.0.1"), b"key", frozenset({1}), lambda hello: False, set())
+    with socket.create_connection(("127.0.0.1", gate.port), AT_ONCE) as stranger:
+        until(lambda: gate.serve(0) or gate._newcomers, what="a newcomer")
+        assert stranger.recv(keys.GREETING_BYTES, socket.MSG_WAITALL)  # or its end would be a reset
+    until(lambda: gate.serve(0) or not gate._newcomers, AT_ONCE, "its end")
+    gate.close()
+
+
 def test_of_many_strangers_those_who_came_last_stay() -> None:
     gate = Gate(0, (socket.AF_INET, "127.0.0.1"), b"key", frozenset({1}), lambda hello: False, set())
     strangers = [socket.create_connection(("127.0.0.1", gate.port), AT_ONCE) for _ in range(100)]
