@@ -181,7 +181,7 @@ def test_a_deletion_removes_what_ended_saves_of_the_id_have_left(tmp_path: Path,
     assert len(data_files(tmp_path)) == 2
     assert len(list(tmp_path.glob("*.claim"))) == 2
     delete(LocalStorage(tmp_path), 0)
-    assert data_files(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
     check_left(tmp_path, {})
 
 
