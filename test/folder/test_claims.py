@@ -1113,6 +1113,13 @@ def test_a_save_that_was_silent_has_a_fresh_claim_when_it_commits(tmp_path: Path
     lease.end()
 
 
+def test_a_temporary_name_of_a_claim_that_stayed_when_it_was_rewritten_goes_with_it(tmp_path: Path) -> None:
+    lease = Lease(LocalStorage(tmp_path), 0, automatic=True)
+    (tmp_path / f"{lease.name}.tmp").touch()
+    lease.end()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_claim_that_cannot_be_kept_fresh_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no thread can be started. The save fails as others do, and the next one finds nothing of it."""
     start = threading.Thread.start

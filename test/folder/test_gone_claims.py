@@ -325,6 +325,19 @@ def test_only_a_deletion_on_a_full_disk_goes_on_when_it_cannot_pass_on_what_the_
     lease.end()
 
 
+def test_what_a_deletion_could_not_say_on_a_full_disk_before_its_claim_was_removed_is_said_anew(tmp_path: Path) -> None:
+    """Who has removed the claim has not read there that the deletion is done, and so not of its files."""
+    armed: list[bool] = []
+    storage = FaultyStorage(tmp_path, raises("publish", "*.claim", errno.ENOSPC, lambda: armed))
+    lease = Lease(storage, 0, automatic=True, deletes=True)
+    armed.append(True)
+    lease.mark_done()
+    armed.clear()
+    (tmp_path / lease.name).unlink()
+    assert lease.speak_again(["f" * 16]) is not None
+    assert [says["removes"] for says in claims_of(tmp_path)] == [["f" * 16]]
+
+
 def test_a_deletion_whose_files_somebody_else_has_removed_is_done_whatever_is_wrong_then(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
