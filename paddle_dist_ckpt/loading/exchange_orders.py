@@ -243,7 +243,7 @@ class ExchangePlanner:
         block_bytes = self._metadata.block_bytes
         ranges = [flat_range(parcel.box, shard.shape) for parcel in unit.parcels]
         found = [span for span in ranges if span is not None]
-        if not found or len(found) < len(ranges) or any(a[1] != b[0] for a, b in itertools.pairwise(found)):
+        if len(found) < len(ranges) or any(a[1] != b[0] for a, b in itertools.pairwise(found)):
             return False
         start, stop = found[0][0] * shard.itemsize, found[-1][1] * shard.itemsize
         return start % block_bytes == 0 and (stop % block_bytes == 0 or stop == shard.itemsize * math.prod(shard.shape))

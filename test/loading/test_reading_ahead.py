@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.control import verified
+from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.memory import Bytes1D
 from paddle_dist_ckpt.core.protocols import Transport
 from paddle_dist_ckpt.errors import RankFailureError
@@ -26,6 +27,7 @@ from test.jobs import (
     all_ok,
     another_host,
     blank_like,
+    check_pieces,
     data_files,
     data_reads,
     errors_of,
@@ -33,6 +35,7 @@ from test.jobs import (
     replaced_bytes,
     same_bits,
     save_on,
+    sharded,
 )
 
 _BESIDE = ("reads ahead", "hashes")
@@ -169,3 +172,23 @@ def test_a_buffer_is_sent_before_more_is_read_to_it(tmp_path: Path, monkeypatch:
     all_ok(_load_states(tmp_path, states, may_begin, log))
     assert read_before[0] < 3 * (512 << 10), "more than two rounds"
     assert all(same_bits(state[key], array) for state in states for key, array in arrays.items())
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [Box((0, 0), (200, 1024))],
+        [Box((56, 0), (200, 1024))],
+        [Box((0, 0), (100, 1024)), Box((110, 0), (146, 1024))],
+        [Box((0, 0), (256, 512))],
+        [Box((0, 0), (256, 1024))],  # it is
+    ],
+    ids=str,
+)
+def test_what_is_not_whole_blocks_is_not_sent_with_the_digests_of_blocks(boxes: list[Box], tmp_path: Path) -> None:
+    array = make_array((512, 1024))
+    save_on([{"w": array}], tmp_path, None, dataclasses.replace(SMALL, block_bytes=256 * 4096))
+    targets = [sharded(array, boxes, fill=False) for _ in range(3)]
+    all_ok(_load_rounds(tmp_path, targets, lambda: None, []))
+    for target in targets:
+        check_pieces(target, array)
