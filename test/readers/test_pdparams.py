@@ -376,6 +376,16 @@ def test_names_of_files_are_those_of_state_dicts() -> None:
         assert READER.found(names) == []
 
 
+class _Reduced:
+    """Pickled as a call."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call[0], self.call[1:]
+
+
 def _bomb() -> Any:
     part: Any = [1]
     for _ in range(60):
@@ -410,6 +420,7 @@ def _deep() -> Any:
         ({1, 2}, "has a set"),
         (slice(1), "builtins.slice"),
         (Path("x"), "asks for pathlib"),
+        (_Reduced(bytes, [1, 2]), "makes bytes of other things"),
         (np.datetime64("2020-01-01"), "dtype"),
         (np.array(["a"]), "model.pdparams: 'x' has elements of numpy's dtype 'U1'"),
         ("\ud800", None),
@@ -485,16 +496,6 @@ def test_what_is_shared_by_many_entries_takes_little_time(tmp_path: Path) -> Non
         with pytest.raises(UnsupportedValueError, match=message):
             read_one(tmp_path, value)
     assert time.process_time() - start < 10
-
-
-class _Reduced:
-    """Pickled as a call."""
-
-    def __init__(self, *call: Any) -> None:
-        self.call = call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.call[0], self.call[1:]
 
 
 class _Shaped:
