@@ -283,6 +283,7 @@ def test_slices_of_a_big_tensor_are_one_tensor(tmp_path: Path) -> None:
         {"w@@.1": 3},
         {"UnpackBigParamInfor@@": {"w": {"OriginShape": (6, -4), "slices": []}}},
         {"UnpackBigParamInfor@@": {"w": {"OriginShape": (2**61, 2**61), "slices": ["w@@.0"]}}},
+        {"UnpackBigParamInfor@@": {"w": {"OriginShape": (6, 0), "slices": ["w@@.0", "w@@.1", "w@@.2"]}}},
         {"UnpackBigParamInfor@@": {"w": {"OriginShape": (6, 4), "slices": 3}}},
         {"UnpackBigParamInfor@@": {"w": {}}},
         {"UnpackBigParamInfor@@": 3},
