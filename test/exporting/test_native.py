@@ -23,6 +23,7 @@ from paddle_dist_ckpt import (
     verify,
 )
 from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.exporting import native
 from paddle_dist_ckpt.exporting.formats import ExportRequest
 from paddle_dist_ckpt.testing import NumpyAdapter, SimulatedRank, run_ranks
 from paddle_dist_ckpt.wiring import export_with
@@ -128,6 +129,15 @@ def test_variable_names_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read_metadata(tmp_path / "out").variable_names == {"a": "w_0", "b": "w_1"}
     export(tmp_path / "ckpt", tmp_path / "part", format="native", keys="b")
     assert read_metadata(tmp_path / "part").variable_names == {"b": "w_1"}
+
+
+def test_values_beyond_the_room_in_the_metadata_become_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {f"{i:02}": "x" * 8 for i in range(40)}
+    save_alone(values, tmp_path / "ckpt")
+    monkeypatch.setattr(native, "INLINE_TOTAL_BYTES", 100)
+    export(tmp_path / "ckpt", tmp_path / "out", format="native")
+    assert len(read_metadata(tmp_path / "out").value_records) == 10
+    assert load_whole(tmp_path / "out") == values
 
 
 @pytest.mark.parametrize(("most", "ranks"), some(itertools.product([1, 3000, 1 << 30], [1, 3]), 3))

@@ -14,6 +14,7 @@ import pytest
 
 from paddle_dist_ckpt import PerRank, UnsupportedValueError, export
 from paddle_dist_ckpt.exporting.pickles import pickled
+from paddle_dist_ckpt.testing import NumpyAdapter
 from test.jobs import alike, load_whole, make_array, same_bits, save_alone, save_on, split_all, split_rows
 
 MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
@@ -77,6 +78,22 @@ def test_a_distributed_checkpoint(tmp_path: Path) -> None:
         )
         assert local.dtype == array.dtype.name
         assert metadata.flat_mapping[f"model.{key}"] == ("model", key)
+
+
+@pytest.mark.usefixtures("paddle_classes")
+def test_variable_names_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what has none is called by its key."""
+    plain, names = NumpyAdapter.view, {"/a": "w_0"}
+    monkeypatch.setattr(
+        NumpyAdapter, "view", lambda self, value, path: plain(self, value, path)._replace(name=names.get(path))
+    )
+    save_alone({key: split_rows(make_array((4, 2)), 1)[0] for key in "ab"}, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "out", format="paddle")
+    data = pickle.loads((tmp_path / "out" / "0_0.distcp").read_bytes())
+    assert data["StructuredToParameterName@@"] == {"a": "w_0", "b": "b"}
+    export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
+    found = pickle.loads((tmp_path / "out.pdparams").read_bytes())
+    assert {key: name for key, (name, _) in found.items()} == {"a": "w_0", "b": "b"}
 
 
 def test_a_file_of_a_nested_state_dict(tmp_path: Path) -> None:
