@@ -107,8 +107,6 @@ class WindowedFile:
             self._file.read_into([buffer], position)
         except EOFError as error:
             raise CheckpointCorruptedError(f"{self.name}: it has become shorter than {self.size} bytes") from error
-        except IsADirectoryError as error:
-            raise CheckpointCorruptedError(f"{self.name}: it is a folder, not a file") from error
 
     def _check(self, position: int, nbytes: int) -> None:
         if position < 0 or nbytes < 0 or position + nbytes > self.size:

@@ -1,13 +1,18 @@
-"""Of all readers, the right one finds each checkpoint first."""
+"""Of all readers, the right one finds each checkpoint first; and what all of them read through."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from paddle_dist_ckpt.errors import CheckpointCorruptedError
 from paddle_dist_ckpt.readers import READERS
+from paddle_dist_ckpt.readers.budget import Budget
+from paddle_dist_ckpt.readers.window import FileWindow, WindowedFile
+from paddle_dist_ckpt.storage import LocalStorage
 from test.readers.golden import GOLDEN
 
 FOLDERS = sorted(path for path in GOLDEN.iterdir() if (path / "expected.npz").exists())
@@ -46,3 +51,36 @@ def test_formats_have_names_of_their_own() -> None:
 )
 def test_folders_are_told_apart_by_names(names: list[str], expected: str | None) -> None:
     assert first_format(names) == expected
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda window: window.take(11),
+        lambda window: window.skip(11),
+        lambda window: window.skip(-1),
+        lambda window: window.check(11),
+        lambda window: [window.byte() for _ in range(11)],
+        lambda window: window.line(100),
+    ],
+    ids=["take", "skip", "skip back", "check", "bytes", "line"],
+)
+def test_nothing_is_read_behind_the_end_of_a_window(ask: Callable[[FileWindow], object], tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(60) + b"\n" + bytes(39))
+    with WindowedFile(LocalStorage(tmp_path), "file", Budget()) as file:
+        window = file.window(10, 60)
+        assert (window.take(30), window.skip(10), window.left, window.taken) == (bytes(30), 40, 10, 30)
+        with pytest.raises(CheckpointCorruptedError, match="^file: "):
+            ask(window)
+        window = file.window(10, 60)
+        assert window.take(50) == bytes(50)
+        assert window.left == 0
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 10), (11, 10), (0, 101), (101, 101)])
+def test_a_window_is_within_its_file(start: int, stop: int, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(100))
+    with WindowedFile(LocalStorage(tmp_path), "file", Budget()) as file:
+        with pytest.raises(CheckpointCorruptedError, match=f"^file: it has 100 bytes, no range {start} to {stop}$"):
+            file.window(start, stop)
+        assert file.window(100, 100).left == 0

@@ -16,7 +16,7 @@ from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, UnsupportedValueError
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
-from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks
+from paddle_dist_ckpt.testing import NumpyAdapter, ShardedArray, SimulatedRank, run_ranks
 from test.jobs import (
     alike,
     all_ok,
@@ -104,6 +104,19 @@ def test_the_ranks_that_differ_from_the_saved_one_are_named(tmp_path: Path, coor
     for warning in report.warnings:
         assert f"of rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} differ" in warning
     assert alike(load_whole(tmp_path), states[coordinator])
+
+
+@pytest.mark.parametrize("coordinator", [0, 1])
+def test_a_variable_has_the_name_that_the_coordinator_has_for_it(
+    tmp_path: Path, coordinator: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, arrays = NumpyAdapter.view, [make_array((2,)) for _ in range(2)]
+    names = {id(array): f"of rank {rank}" for rank, array in enumerate(arrays)}
+    monkeypatch.setattr(
+        NumpyAdapter, "view", lambda self, value, path: plain(self, value, path)._replace(name=names[id(value)])
+    )
+    save_on([{"w": array} for array in arrays], tmp_path, coordinator=coordinator)
+    assert read_metadata(tmp_path).variable_names == {"w": f"of rank {coordinator}"}
 
 
 # -- tensors without elements
