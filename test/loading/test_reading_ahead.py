@@ -174,6 +174,17 @@ def test_a_buffer_is_sent_before_more_is_read_to_it(tmp_path: Path, monkeypatch:
     assert all(same_bits(state[key], array) for state in states for key, array in arrays.items())
 
 
+@pytest.mark.parametrize("strided", [0, 1])
+def test_a_message_is_neither_sent_from_nor_received_in_a_target_with_gaps(strided: int, tmp_path: Path) -> None:
+    array = make_array((512, 256))
+    save_on([{"w": array}], tmp_path, None, dataclasses.replace(SMALL, block_bytes=256 << 10))
+    wide = np.full((512, 300), 7, np.float32)
+    targets: list[Any] = [wide[:, :256] if rank == strided else blank_like(array) for rank in range(3)]
+    all_ok(_load_rounds(tmp_path, targets, lambda: None, []))
+    assert all(same_bits(target.copy(), array) for target in targets)
+    assert (wide[:, 256:] == 7).all()
+
+
 @pytest.mark.parametrize(
     "boxes",
     [

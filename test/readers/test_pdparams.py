@@ -459,9 +459,12 @@ def test_a_scalar_of_another_size_than_its_type_is_damage(tmp_path: Path) -> Non
             read_one(tmp_path, {"x": _Reduced(function, dtype, other)})
 
 
-def test_tuples_of_arrays_have_paths(tmp_path: Path) -> None:
-    catalog = read_one(tmp_path, {"x": (1, WEIGHT)})
-    assert described(catalog) == {("x", TupleIndex(1)): ("float32", (6, 4), None)}
+@pytest.mark.parametrize(("value", "kind"), [((1, WEIGHT), TupleIndex), ([1, WEIGHT], ListIndex)])
+def test_tuples_and_lists_of_arrays_have_paths(value: Any, kind: type, tmp_path: Path) -> None:
+    catalog = read_one(tmp_path, {"x": value})
+    assert described(catalog) == {("x", kind(1)): ("float32", (6, 4), None)}
+    assert type(catalog.tensors[0].path[1]) is kind
+    assert type(catalog.values[0][0][1]) is kind
 
 
 @pytest.mark.parametrize(
