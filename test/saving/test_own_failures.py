@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from paddle_dist_ckpt.core.protocols import ControlSession
 from paddle_dist_ckpt.errors import CheckpointError, RankFailureError
 from paddle_dist_ckpt.files.writer import FileSave
 from paddle_dist_ckpt.saving.messages import WriteRequest
 from paddle_dist_ckpt.saving.rank_files import RankFiles
-from test.jobs import errors_of, everything, make_array, save_alone, sharded, split_rows, try_save
+from test.jobs import Killed, errors_of, everything, files_in, make_array, save_alone, sharded, split_rows, try_save
+from test.waiting import PATIENCE, until
 
 
 def fail_with(error: Exception, patch: pytest.MonkeyPatch) -> None:
@@ -87,3 +90,32 @@ def test_nothing_is_committed_if_a_rank_has_done_something_else_than_was_planned
     for error in errors_of(try_save(states, tmp_path), RankFailureError):
         assert re.search(message, str(error))
     assert not list(tmp_path.glob("*.metadata"))
+
+
+def _has_failed(session: ControlSession) -> bool:
+    try:
+        session.check()
+    except CheckpointError:
+        return True
+    return False
+
+
+def test_files_that_nobody_will_hear_of_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has written its files, to a folder of its own, when the others have given up already."""
+    write, all_written = RankFiles._write, threading.Event()
+
+    def write_late(self: RankFiles) -> WriteRequest:
+        if self._context.session.rank == 0:
+            assert all_written.wait(PATIENCE)
+            raise Killed
+        written = write(self)
+        all_written.set()
+        until(lambda: _has_failed(self._context.session))
+        return written
+
+    monkeypatch.setattr(RankFiles, "_write", write_late)
+    folders = [tmp_path / str(rank) for rank in range(2)]
+    first, second = try_save([{"w": part} for part in split_rows(make_array((30, 7)), 2)], folders)
+    assert isinstance(first, Killed)
+    assert isinstance(second, CheckpointError)
+    assert not files_in(folders[1])
