@@ -150,6 +150,24 @@ def test_a_full_disk(tmp_path: Path, format: str) -> None:
     assert sum(out.exists() for out, _ in found) == 1
 
 
+@pytest.mark.parametrize("format", ["safetensors", "native"])
+def test_a_file_that_has_become_shorter_is_not_published(
+    tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = export_module._Coordinator.finish
+
+    def cut_and_finish(self: Any, messages: Any) -> Any:
+        path = self._hidden.path / self.plan.files[0].name
+        os.truncate(path, path.stat().st_size - 1)
+        return finish(self, messages)
+
+    monkeypatch.setattr(export_module._Coordinator, "finish", cut_and_finish)
+    saved(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match="has changed while it was written"):
+        export(tmp_path / "ckpt", tmp_path / "out", format=format)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
 def test_a_rank_that_dies(tmp_path: Path) -> None:
     for out, results in attempts(tmp_path, "native", "die"):
         assert sum(isinstance(result, Killed) for result in results) <= 1

@@ -22,6 +22,7 @@ from paddle_dist_ckpt import (
     export,
     read_metadata,
 )
+from paddle_dist_ckpt.exporting import safetensors
 from paddle_dist_ckpt.exporting.formats import ExportRequest
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from paddle_dist_ckpt.wiring import export_with
@@ -260,3 +261,11 @@ def test_ranks_that_ask_for_different_things(tmp_path: Path) -> None:
 
     errors_of(run_ranks(2, work), ValueError)
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_a_header_that_no_reader_would_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_alone({f"tensor {i}": make_array((2,)) for i in range(100)}, tmp_path / "ckpt")
+    monkeypatch.setattr(safetensors, "_MAX_HEADER_BYTES", 1000)
+    with pytest.raises(UnsupportedValueError, match=r"model.safetensors needs a header of \d+ bytes; 1000 are"):
+        export(tmp_path / "ckpt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

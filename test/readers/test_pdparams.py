@@ -282,6 +282,7 @@ def test_slices_of_a_big_tensor_are_one_tensor(tmp_path: Path) -> None:
         {"w@@.1": flat[10:20].reshape(2, 5, order="F")},  # its elements would come to other places
         {"w@@.1": 3},
         {"UnpackBigParamInfor@@": {"w": {"OriginShape": (6, -4), "slices": []}}},
+        {"UnpackBigParamInfor@@": {"w": {"OriginShape": ("6", 4), "slices": []}}},
         {"UnpackBigParamInfor@@": {"w": {"OriginShape": (2**61, 2**61), "slices": ["w@@.0"]}}},
         {"UnpackBigParamInfor@@": {"w": {"OriginShape": (6, 0), "slices": ["w@@.0", "w@@.1", "w@@.2"]}}},
         {"UnpackBigParamInfor@@": {"w": {"OriginShape": (6, 4), "slices": 3}}},
@@ -422,6 +423,7 @@ def _deep() -> Any:
         (slice(1), "builtins.slice"),
         (Path("x"), "asks for pathlib"),
         (_Reduced(bytes, [1, 2]), "makes bytes of other things"),
+        (_Reduced(OrderedDict, [("a", 1, "b"), (2,)]), "model.pdparams: no pickle, or a damaged one"),
         (np.datetime64("2020-01-01"), "dtype"),
         (np.array(["a"]), "model.pdparams: 'x' has elements of numpy's dtype 'U1'"),
         ("\ud800", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -84,3 +85,13 @@ def test_a_window_is_within_its_file(start: int, stop: int, tmp_path: Path) -> N
         with pytest.raises(CheckpointCorruptedError, match=f"^file: it has 100 bytes, no range {start} to {stop}$"):
             file.window(start, stop)
         assert file.window(100, 100).left == 0
+
+
+def test_a_file_that_has_become_shorter_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    with WindowedFile(LocalStorage(tmp_path), "file", Budget()) as file:
+        os.truncate(tmp_path / "file", 40)
+        for read in (file.read, file.read_large):
+            with pytest.raises(CheckpointCorruptedError, match="^file: it has become shorter than 100 bytes$"):
+                read(30, 20)
+        assert file.read(30, 10) == b"x" * 10

@@ -195,13 +195,16 @@ def test_loads_and_failing_loads_meanwhile(tmp_path: Path) -> None:
     assert versions_in(tmp_path) == [1, 2]
 
 
-def test_a_save_meanwhile_does_not_hide_that_ranks_are_out_of_step(tmp_path: Path) -> None:
-    """One rank leaves out a load. What it saves afterwards may belong to another step than the others'."""
+@pytest.mark.parametrize("check", ["auto", "off"])
+def test_a_save_meanwhile_does_not_hide_that_ranks_are_out_of_step(tmp_path: Path, check: Any) -> None:
+    """One rank leaves out a load. What it saves afterwards may belong to another step than the others'. Values tell,
+    also if replicas are not compared."""
     gate, together = Gate("write"), threading.Barrier(2)
     state = {"x": np.arange(3000)}
 
     def save(rank: SimulatedRank, number: int) -> None:
-        rank.save({"x": np.full(3000, 10 * number + rank.rank)}, tmp_path, None, options())
+        mark = 10 * number + rank.rank
+        rank.save({"x": np.full(3000, mark), "n": mark}, tmp_path, None, options(check_replicas=check))
 
     def work(rank: SimulatedRank) -> None:
         pending = rank.save_in_background(state, gate.storage(tmp_path, rank), None, options())
