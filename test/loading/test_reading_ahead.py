@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -203,3 +204,24 @@ def test_what_is_not_whole_blocks_is_not_sent_with_the_digests_of_blocks(boxes: 
     all_ok(_load_rounds(tmp_path, targets, lambda: None, []))
     for target in targets:
         check_pieces(target, array)
+
+
+def test_a_rank_that_cannot_take_a_value_receives_what_follows_all_the_same(tmp_path: Path) -> None:
+    """Or the others would wait for it in collectives."""
+    array = np.ones((1024, 256), np.float32)
+    array[0, 0] = 1e30
+    save_on([{"w": array}], tmp_path, None, dataclasses.replace(SMALL, block_bytes=256 << 10))
+    begun: Counter[int] = Counter()
+
+    def work(rank: SimulatedRank) -> Any:
+        storage = tmp_path if rank.rank == 0 else another_host(tmp_path / "none", rank.rank)
+        target = np.zeros(array.shape, np.float16 if rank.rank == 1 else np.float32)
+        return rank.load({"w": target}, storage, options=LoadOptions(timeout=60, exchange="always", cast=True))
+
+    def counted(transport: Transport, rank: int) -> Transport:
+        return cast("Transport", _Held(transport, lambda: begun.update([rank])))
+
+    for error in errors_of(run_ranks(3, work, over=counted), RankFailureError):
+        assert list(error.failures) == [1]
+        assert "a finite float32 value is too large for float16" in str(error)
+    assert begun[0] == begun[1] == begun[2] > 1

@@ -99,26 +99,27 @@ def test_an_addend_that_becomes_zero_overwrites_no_other_target(tmp_path: Path) 
     array = make_array((8,))
     save_alone({"a": array, "b": array}, tmp_path)
 
-    def addends(apart: bool) -> list[dict[str, Any]]:
+    def addends(start: int) -> list[dict[str, Any]]:
         found = []
         for rank in range(2):
-            memory = blank_like(np.zeros(16, np.float32))
+            memory = blank_like(np.zeros(24, np.float32))
             addend = ShardedArray(
-                (8,), DTYPES["float32"], [Box((0,), (8,))], [memory[:8]], False, Reduction("sum", rank, 2)
+                (8,), DTYPES["float32"], [Box((0,), (8,))], [memory[8:16]], False, Reduction("sum", rank, 2)
             )
-            found.append({"a": addend, "b": memory[8:] if apart else memory[:8]})
+            found.append({"a": addend, "b": memory[start : start + 8]})
         return found
 
     with pytest.raises(StateDictMismatchError, match=r"a: a sum's addend .* shares memory"):
-        load_on(addends(apart=False), tmp_path)
-    states = addends(apart=False)
+        load_on(addends(8), tmp_path)
+    states = addends(8)
     load_on(states[1:], tmp_path, options=LAX)
     assert same_bits(states[1]["b"], array)
-    states = addends(apart=True)
-    load_on(states, tmp_path)
-    assert all(same_bits(state["b"], array) for state in states)
-    assert same_bits(states[0]["a"].pieces[0], array)
-    assert not states[1]["a"].pieces[0].any()
+    for beside in (0, 16):
+        states = addends(beside)
+        load_on(states, tmp_path)
+        assert all(same_bits(state["b"], array) for state in states)
+        assert same_bits(states[0]["a"].pieces[0], array)
+        assert not states[1]["a"].pieces[0].any()
 
 
 @pytest.mark.parametrize("name", VIEWS)
