@@ -291,6 +291,8 @@ def test_slices_of_a_big_tensor_are_one_tensor(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointCorruptedError, match="model.pdparams: "):
             read_one(tmp_path, {**state, **change})
+    unnamed = read_one(tmp_path, {**state, "StructuredToParameterName@@": {"a": "a_0", "w": 5}}, 3)
+    assert described(unnamed)[("w",)] == ("float32", (6, 4), None)
 
 
 def write_parts(path: Path, index: str = "model_state.pdparams.index.json", **changes: Any) -> None:
