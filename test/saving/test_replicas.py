@@ -16,6 +16,7 @@ from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.errors import StateDictMismatchError, UnsupportedValueError
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
+from paddle_dist_ckpt.saving import reduce
 from paddle_dist_ckpt.testing import ShardedArray
 from test.jobs import (
     blank_like,
@@ -196,6 +197,26 @@ def test_partial_over_one_axis_and_cut_and_replicated_over_others(tmp_path: Path
     reports = save_on(states, tmp_path)
     assert same_bits(load_whole(tmp_path)["w"], addends[0] + addends[1])
     assert sum(report.bytes_written for report in reports) == addends[0].nbytes
+
+
+@pytest.mark.parametrize("chunk", [16, 48, 4096])
+def test_large_addends_are_reduced_in_chunks(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which each may begin and end within a tensor, or have several; and not all ranks get as many."""
+    monkeypatch.setattr(reduce, "_CHUNK_BYTES", chunk)
+    rng = np.random.default_rng(5)
+    arrays: list[dict[str, np.ndarray]] = [
+        {
+            "a": rng.integers(-9, 9, (41, 3)).astype("float64"),
+            "b": rng.integers(-9, 9, (7,)).astype("int16"),
+            "c": rng.integers(-9, 9, (5, 5)).astype("float32"),
+            "d": rng.integers(-9, 9, (3,)).astype("complex128"),
+        }
+        for _ in range(3)
+    ]
+    states = [{key: partial(one, "sum", rank, 3) for key, one in mine.items()} for rank, mine in enumerate(arrays)]
+    save_on(states, tmp_path)
+    for key, found in load_whole(tmp_path).items():
+        assert same_bits(found, arrays[0][key] + arrays[1][key] + arrays[2][key]), key
 
 
 def test_a_missing_addend_is_refused(tmp_path: Path) -> None:
