@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import paddle
 import paddle.distributed as dist
 import pytest
 
 from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
 from paddle_dist_ckpt.core.memory import bytes_at
-from paddle_dist_ckpt.paddle_adapter import device_copies, device_memory
+from paddle_dist_ckpt.paddle_adapter import device, device_copies, device_memory
 from paddle_dist_ckpt.paddle_adapter.tensors import PaddleAdapter
 from test.device_plugin import control
 
@@ -122,6 +124,44 @@ def reads_of_groups(path: str, count: int, staging_bytes: int) -> int:
     assert all(float(targets[f"w{i}"][255]) == i for i in range(count))
     assert sum(reads) >= 1024 * count
     return len(reads)
+
+
+@contextmanager
+def _pinned_memory() -> Iterator[list[npt.NDArray[np.uint8]]]:
+    """Have the library's host memory pinned, as on GPUs: copies to a device read it when it is their turn."""
+    made: list[npt.NDArray[np.uint8]] = []
+
+    def pinned(nbytes: int) -> npt.NDArray[np.uint8]:
+        made.append(np.zeros(nbytes, np.uint8))
+        control.pin(made[-1].ctypes.data, nbytes)
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "pinned_memory", pinned)
+        yield made
+    paddle.device.synchronize()
+    for memory in made:
+        control.unpin(memory.ctypes.data)
+
+
+def load_from_pinned_memory(path: str, count: int, elements: int, staging_bytes: int, seconds: float) -> list[str]:
+    """Load tensors in many groups, which are read sooner than they go to the device; returns those that are wrong."""
+    state = {f"w{i}": paddle.full([elements], i + 1, "float32") for i in range(count)}
+    save_state_dict(state, path, options=SAVING)
+    targets = {name: paddle.zeros([elements], "float32") for name in state}
+    paddle.device.synchronize()
+    control.set_speed(4 * count * elements / seconds)
+    control.reset()
+    try:
+        with _pinned_memory() as made:
+            options = LoadOptions(no_dist=True, progress=False, staging_bytes=staging_bytes)
+            load_state_dict(targets, path, options=options)
+            assert made
+            assert f"pageable_{TO_DEVICE}" not in control.counts()
+    finally:
+        control.set_speed(0)
+    same = (paddle.stack(list(targets.values())) == paddle.stack(list(state.values()))).numpy().all(1)
+    return [name for name, is_same in zip(state, same.tolist(), strict=True) if not is_same]
 
 
 def without_kernels(path: str) -> list[tuple[int, int]]:

@@ -38,6 +38,14 @@ def test_groups_are_read_as_they_stand_in_files(devices: DevicePool, tmp_path: P
     assert reads < 50  # of groups of 64 tensors
 
 
+@pytest.mark.parametrize(("count", "elements"), [(60, 32 << 10), (2000, 256), (2000, 250)])
+def test_memory_of_groups_is_used_again_only_when_they_have_arrived(
+    devices: DevicePool, tmp_path: Path, count: int, elements: int
+) -> None:
+    (wrong,) = devices.run(cases.load_from_pinned_memory, str(tmp_path), count, elements, 1 << 20, 0.3, ranks=1)
+    assert wrong == []
+
+
 def test_without_kernels_each_is_copied_by_itself(devices: DevicePool, tmp_path: Path) -> None:
     (copies,) = devices.run(cases.without_kernels, str(tmp_path), ranks=1)
     assert min(calls for calls, _ in copies) >= 150
