@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ from paddle.base.framework import _dygraph_place_guard as _place_guard
 from benchmark import machine
 from paddle_dist_ckpt import LoadOptions, SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
 from paddle_dist_ckpt import load as load_one_call
-from paddle_dist_ckpt.core.memory import address_of, bytes_at, fresh_pages
-from paddle_dist_ckpt.paddle_adapter import device, groups
+from paddle_dist_ckpt.core.memory import bytes_at
+from paddle_dist_ckpt.paddle_adapter import groups
 from paddle_dist_ckpt.paddle_adapter.placement import local_box, mesh_coordinate
 from paddle_dist_ckpt.paddle_adapter.transport import PaddleTransport
 from test.device_plugin import control
+from test.device_plugin.pinned import pinned_memory
 
 SHAPES = {"matrix": (64, 48), "odd": (16, 7), "row": (96,), "cube": (8, 6, 10)}
 DTYPES = {"matrix": "float32", "odd": "int64", "row": "bfloat16", "cube": "float64"}
@@ -253,9 +255,7 @@ def copied_bytes(path: str, pinned: bool) -> dict[str, tuple[int, int]]:
         found[name] = counts[direction].bytes - nbytes, pageable
 
     groups._alone.cache_clear()  # and with it the buffers of earlier saves
-    with pytest.MonkeyPatch.context() as patch:
-        if pinned:
-            patch.setattr(device, "pinned_memory", _pinned)
+    with pinned_memory() if pinned else nullcontext():
         to_host, to_device = "async_memory_copy_d2h", "async_memory_copy_h2d"
         measure("save", to_host, lambda: save_state_dict(tensors, path, options=alone))
         measure("async", to_host, lambda: save_state_dict(tensors, path, options=alone, async_save=True).result())
@@ -281,13 +281,6 @@ def load_to_places(path: str) -> dict[str, bool]:
         tensor = loaded()["model"]["x"]
         found[name] = np.array_equal(tensor.numpy(), whole("matrix")) and tensor.place.is_custom_place() is is_there
     return found
-
-
-def _pinned(nbytes: int) -> np.ndarray:
-    """Stands for Paddle's pinned memory, which it has for GPUs alone."""
-    memory = fresh_pages(nbytes)
-    control.pin(address_of(memory), nbytes)
-    return memory
 
 
 def computes_beside_a_snapshot(path: str) -> tuple[bool, bool]:

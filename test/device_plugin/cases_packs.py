@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import paddle
 import paddle.distributed as dist
 import pytest
 
 from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
 from paddle_dist_ckpt.core.memory import bytes_at
-from paddle_dist_ckpt.paddle_adapter import device, device_copies, device_memory
+from paddle_dist_ckpt.paddle_adapter import device_copies, device_memory
 from paddle_dist_ckpt.paddle_adapter.tensors import PaddleAdapter
 from test.device_plugin import control
+from test.device_plugin.pinned import pinned_memory
 
 SAVING, LOADING = SaveOptions(no_dist=True, progress=False), LoadOptions(no_dist=True, progress=False)
 TO_HOST, TO_DEVICE = "async_memory_copy_d2h", "async_memory_copy_h2d"
@@ -126,24 +125,6 @@ def reads_of_groups(path: str, count: int, staging_bytes: int) -> int:
     return len(reads)
 
 
-@contextmanager
-def _pinned_memory() -> Iterator[list[npt.NDArray[np.uint8]]]:
-    """Have the library's host memory pinned, as on GPUs: copies to a device read it when it is their turn."""
-    made: list[npt.NDArray[np.uint8]] = []
-
-    def pinned(nbytes: int) -> npt.NDArray[np.uint8]:
-        made.append(np.zeros(nbytes, np.uint8))
-        control.pin(made[-1].ctypes.data, nbytes)
-        return made[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "pinned_memory", pinned)
-        yield made
-    paddle.device.synchronize()
-    for memory in made:
-        control.unpin(memory.ctypes.data)
-
-
 def load_from_pinned_memory(path: str, count: int, elements: int, staging_bytes: int, seconds: float) -> list[str]:
     """Load tensors in many groups, which are read sooner than they go to the device; returns those that are wrong."""
     state = {f"w{i}": paddle.full([elements], i + 1, "float32") for i in range(count)}
@@ -153,7 +134,7 @@ def load_from_pinned_memory(path: str, count: int, elements: int, staging_bytes:
     control.set_speed(4 * count * elements / seconds)
     control.reset()
     try:
-        with _pinned_memory() as made:
+        with pinned_memory() as made:
             options = LoadOptions(no_dist=True, progress=False, staging_bytes=staging_bytes)
             load_state_dict(targets, path, options=options)
             assert made
