@@ -14,6 +14,7 @@ from test.strategies import some
 
 pytestmark = pytest.mark.skipif(build.reason_to_skip() is not None, reason=str(build.reason_to_skip()))
 
+MIB = 1 << 20
 _ALONE = (
     3 * (len(cases.SHAPES) - 1) + 1
 )  # of the type without kernels, as one of the shapes is empty; and the large one
@@ -38,11 +39,16 @@ def test_groups_are_read_as_they_stand_in_files(devices: DevicePool, tmp_path: P
     assert reads < 50  # of groups of 64 tensors
 
 
-@pytest.mark.parametrize(("count", "elements"), [(60, 32 << 10), (2000, 256), (2000, 250)])
+@pytest.mark.parametrize(
+    ("count", "elements", "staging_bytes"),
+    [(60, 32 << 10, MIB), (2000, 256, MIB), (2000, 250, MIB), (600, 16_001, 64 * MIB)],
+    ids=["large", "together", "apart", "more than may be under way"],
+)
 def test_memory_of_groups_is_used_again_only_when_they_have_arrived(
-    devices: DevicePool, tmp_path: Path, count: int, elements: int
+    devices: DevicePool, tmp_path: Path, count: int, elements: int, staging_bytes: int
 ) -> None:
-    (wrong,) = devices.run(cases.load_from_pinned_memory, str(tmp_path), count, elements, 1 << 20, 0.3, ranks=1)
+    arguments = str(tmp_path), count, elements, staging_bytes, 0.3
+    (wrong,) = devices.run(cases.load_from_pinned_memory, *arguments, ranks=1)
     assert wrong == []
 
 

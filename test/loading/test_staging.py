@@ -7,9 +7,11 @@ import functools
 import queue
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from paddle_dist_ckpt.core.threads import run_all
 from paddle_dist_ckpt.loading.staging import GroupStaging, RoundStaging
@@ -74,6 +76,44 @@ def test_rows_stay_until_their_last_round() -> None:
     assert counts[0] == 2
     assert counts[1] == 3  # row 1 on its way
     assert max(counts) <= 4
+
+
+class _OnDevice(Rows):
+    """Targets on a device, with what they have on the host and there."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.host: dict[int, np.ndarray] = {}
+        self.there: dict[int, bytes] = {}
+
+    def place(self, row: int, memory: np.ndarray) -> None:
+        super().place(row, memory)
+        self.host[row] = memory
+
+    def send(self, rows: Sequence[int], copies: Any) -> None:
+        super().send(rows, copies)
+        self.there.update({row: self.host.pop(row).tobytes() for row in rows})
+
+    def device_memory(self, rows: Sequence[int]) -> list[Any]:
+        def read(start: int, stop: int, into: np.ndarray, copies: Any) -> None:
+            into[:] = np.frombuffer(self.there[rows[0]][start:stop], np.uint8)
+
+        return [SimpleNamespace(read=read)]
+
+
+@pytest.mark.parametrize("most", [1, 2, 100])
+def test_rows_that_leave_before_their_last_round_come_back_as_they_were(most: int) -> None:
+    rounds, targets = [[0, 1], [1, 2], [0], [2, 1], [0]], _OnDevice(3)
+    staging = RoundStaging(targets, targets, [np.array(rows, np.int64) for rows in rounds], most * ROW_BYTES, set())  # type: ignore[arg-type]
+    for number, rows in enumerate(rounds):
+        staging.begin(number)
+        for row in rows:
+            targets.host[row][number] = 1 + number  # what the round brings for it
+        staging.end(number)
+    staging.finish()
+    for row in range(3):
+        expected = [1 + number for number, rows in enumerate(rounds) if row in rows]
+        assert [targets.there[row][at - 1] for at in expected] == expected
 
 
 def test_all_threads_end_when_groups_cannot_be_sent() -> None:
