@@ -16,7 +16,7 @@ import numpy as np
 from .box import Box
 from .boxes import Boxes
 from .cached import cached_property
-from .columns import IntArray, edges_of, narrow, numbered, places_within
+from .columns import IntArray, edges_of, narrow, numbered, places_within, sums_by
 from .dtypes import DType
 from .layouts import Layout, LayoutBoxes
 
@@ -177,9 +177,7 @@ class ShardTable:
 
     def file_bytes(self, files: int) -> IntArray:
         """Bytes of each file's data section, ``[files]``."""
-        total = np.zeros(files, np.int64)
-        np.add.at(total, self.shard_file, self.shard_bytes)
-        return total
+        return sums_by(self.shard_file, self.shard_bytes, files)
 
     def blocks(self, block_bytes: int, files: int = 0) -> tuple[IntArray, IntArray]:
         """For each shard the number of its first block in its file, and for each file how many blocks it has.

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..core.box import Box, whole
 from ..core.boxes import Boxes
-from ..core.columns import IntArray, Mask, any_in_row, edges_of, narrow, pack_column, pieces_of
+from ..core.columns import IntArray, Mask, any_in_row, edges_of, narrow, pack_column, pieces_of, sums_by
 from ..core.dtypes import DTYPES
 from ..core.grouping import group_rows
 from ..core.memory import Bytes1D
@@ -126,8 +126,8 @@ class Needs:
             inner_cut = np.logical_or.accumulate((common.shape != stored.shape)[:, :0:-1], axis=1)[:, ::-1]
             contiguous[piece] = ~any_in_row(inner_cut & (common.shape[:, :-1] != 1))
         file = self._table.shard_file[self._shard]
-        nbytes = np.zeros(int(file.max(initial=-1)) + 1, np.int64)
-        np.add.at(nbytes, file, np.where(contiguous[self._like], self._nbytes, self._entry_bytes))
+        sizes = np.where(contiguous[self._like], self._nbytes, self._entry_bytes)
+        nbytes = sums_by(file, sizes, int(file.max(initial=-1)) + 1)
         return {self._stored.file_name(i): int(nbytes[i]) for i in np.unique(file).tolist()}
 
     def bytes_to_read(self) -> tuple[dict[str, int], int]:

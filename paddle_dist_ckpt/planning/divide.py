@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.boxes import Boxes
-from ..core.columns import IntArray, edges_of, places_within
+from ..core.columns import IntArray, edges_of, places_within, sums_by
 from ..core.grouping import group_rows
 from .balance import ReplicaSet, balanced_shares, deal
 
@@ -50,8 +50,7 @@ def divide(held: HeldBoxes, nbytes: IntArray, itemsize: IntArray, fixed: IntArra
     single = np.flatnonzero(held.count == 1)
     parts = [_written(held, single, np.zeros_like(single))]
     tolerance = (int(nbytes.sum()) + int(fixed.sum())) // len(fixed) // 128
-    loads = fixed.copy()
-    np.add.at(loads, held.rank[held.first[single]], nbytes[single])
+    loads = fixed + sums_by(held.rank[held.first[single]], nbytes[single], len(fixed))
     sets, rows = _replica_sets(held, nbytes)
     if not sets:
         return parts

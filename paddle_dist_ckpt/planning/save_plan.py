@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core.box import Box, subtract, whole
 from ..core.boxes import Boxes
-from ..core.columns import IntArray, places_within
+from ..core.columns import IntArray, places_within, sums_by
 from ..errors import UnsupportedValueError
 from .cover import first_gap, tensors_covered
 from .divide import HeldBoxes, divide
@@ -102,8 +102,7 @@ def plan_save(tensors: GlobalTensors, shards: HeldShards, ranks: int, coordinato
     held = _different(tensors, shards, np.flatnonzero(~is_whole & shards.boxes.filled))
     held = _without_overlaps(tensors, shards, held, shards.tensor[chosen])
     saved_whole = shards.boxes.take(chosen)
-    fixed = np.zeros(ranks, np.int64)
-    np.add.at(fixed, shards.rank[chosen], saved_whole.volumes * tensors.itemsize[shards.tensor[chosen]])
+    fixed = sums_by(shards.rank[chosen], saved_whole.volumes * tensors.itemsize[shards.tensor[chosen]], ranks)
     itemsize = tensors.itemsize[shards.tensor[held.shard[held.first]]]
     parts = [(chosen, saved_whole), *divide(held, held.boxes.volumes * itemsize, itemsize, fixed)]
     shard, boxes = np.concatenate([one for one, _ in parts]), Boxes.joined([part for _, part in parts])

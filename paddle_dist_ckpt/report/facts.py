@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.columns import IntArray
+from ..core.columns import IntArray, sums_by
 from ..core.shards import ShardTable
 from ..files.metadata import Metadata
 from ..files.names import parse_data_file
@@ -157,7 +157,7 @@ def facts_of(
         most: How many tensors are named, the largest first. Sums are over all tensors.
     """
     table = metadata.table
-    tensor_bytes = _sum_by(table.shard_tensor, table.shard_bytes, len(table.paths))
+    tensor_bytes = sums_by(table.shard_tensor, table.shard_bytes, len(table.paths))
     keys = [metadata.key(path) for path in table.paths]
     layers = layers_of(keys, tensor_bytes.tolist())  # first, since it takes the most memory meanwhile
     largest = np.argsort(-tensor_bytes, kind="stable")[:most]
@@ -213,17 +213,10 @@ def _origin(metadata: Metadata, location: str) -> Origin:
     )
 
 
-def _sum_by(group: IntArray, values: IntArray, groups: int) -> IntArray:
-    """The sum of the values of each group, ``[groups]``, exact."""
-    sums = np.zeros(groups, np.int64)
-    np.add.at(sums, group, values)
-    return sums
-
-
 def _types(table: ShardTable, tensor_bytes: IntArray) -> tuple[TypeColumns, IntArray]:
     """The element types, and the place that each of the table's has among them."""
     count = len(table.dtype_list)
-    nbytes = _sum_by(table.dtype_of, tensor_bytes, count)
+    nbytes = sums_by(table.dtype_of, tensor_bytes, count)
     order = np.argsort(-nbytes, kind="stable")
     place = np.empty(count, np.int64)
     place[order] = np.arange(count)
@@ -262,7 +255,7 @@ def _files(metadata: Metadata, sizes: Sequence[int | str] | None) -> FileColumns
     return FileColumns(
         name=[visible(info.name) for info in infos],
         size=written,
-        nbytes=_sum_by(table.shard_file, table.shard_bytes, len(infos)).tolist(),
+        nbytes=sums_by(table.shard_file, table.shard_bytes, len(infos)).tolist(),
         shards=np.bincount(table.shard_file, minlength=len(infos)).tolist(),
         rank=[rank_of(info.name) for info in infos],
         state=[

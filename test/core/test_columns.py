@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.core.columns import all_in_row, any_in_row, numbered
+from paddle_dist_ckpt.core.columns import MANY, all_in_row, any_in_row, narrow, numbered, sums_by
 from paddle_dist_ckpt.core.shards import by_file
 
 
@@ -24,6 +24,16 @@ def test_small_numbers_are_numbered_as_numpy_does(count: int, dtype: type) -> No
     expected, place = np.unique(numbers, return_inverse=True)
     assert np.array_equal(used, expected)
     assert np.array_equal(which, place.reshape(-1))
+
+
+@pytest.mark.parametrize("count", [0, 5, MANY, MANY + 3])
+def test_sums_are_exact_beyond_the_types_of_columns(count: int) -> None:
+    rng = np.random.default_rng(count)
+    group, values = rng.integers(0, 7, count), rng.integers(0, 100, count)
+    expected = [sum(values[group == i].tolist()) for i in range(9)]
+    assert sums_by(narrow(group), narrow(values), 9).tolist() == expected
+    large = sums_by(group, values + (1 << 40), 9)  # beyond what a float holds exactly
+    assert large.tolist() == [expected[i] + (np.count_nonzero(group == i) << 40) for i in range(9)]
 
 
 @pytest.mark.parametrize("files", [1, 3, (1 << 14) + 1, 1 << 16, 1 << 20])  # with four sizes, keys beyond 16 bits, too
