@@ -101,3 +101,22 @@ def test_tensors_that_are_alike_share_a_geometry() -> None:
     assert c.geometry is not a.geometry
     assert adapter.view(paddle.ones([4, 3]).t(), "/t").geometry is not a.geometry
     assert adapter.view(paddle.ones([3, 4], "int32"), "/t").geometry is not a.geometry
+
+
+def test_other_strides_at_the_same_place_are_noticed() -> None:
+    base = paddle.arange(16, dtype="float32")
+    value = paddle.as_strided(base, [2, 2], [4, 1])
+    identity = identity_of([value])
+    assert identity.matches([value])
+    value.data = paddle.as_strided(base, [2, 2], [3, 1])
+    assert (value.data_ptr(), value.shape, value.is_contiguous()) == (base.data_ptr(), [2, 2], False)
+    assert not identity.matches([value])
+
+
+def test_a_partial_tensor_is_not_taken_for_a_whole_one_that_looks_like_it() -> None:
+    mesh, adapter = dist.ProcessMesh([0], dim_names=["x"]), PaddleAdapter(0)
+    reductions = [
+        adapter.view(from_local(paddle.ones([4, 4]), [4, 4], mesh, [placement]), "/t").geometry.reduction
+        for placement in (dist.Replicate(), dist.Partial(), dist.Replicate())
+    ]
+    assert [reduction and reduction.operation for reduction in reductions] == [None, "sum", None]
