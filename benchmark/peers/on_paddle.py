@@ -38,7 +38,7 @@ __all__ = ["Ours", "OursAndPaddle", "OursComparing", "OursInBackground", "OursOn
 
 State = dict[str, Any]
 _BROADCAST_BYTES = 64 << 20
-_MESSAGE_BYTES = 16 << 20  # of a load's messages to all
+_MESSAGE_BYTES = 32 << 20  # of a load's messages to all
 _EXPORTED_BYTES = 200_000_000  # of tensors in one file, so that there are several
 
 

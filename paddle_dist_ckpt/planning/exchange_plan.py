@@ -20,7 +20,7 @@ __all__ = ["ALL", "ExchangeShard", "Need", "Parcel", "Unit", "plan_exchange"]
 
 ALL = -1
 _UNIT_BYTES = 4 << 20
-_BROADCAST_BYTES = 16 << 20  # of a unit that all ranks need: it needs no memory where it goes from tensor to tensor
+_BROADCAST_BYTES = 32 << 20  # of a unit that all ranks need: each message costs gloo and Python about a millisecond
 _UNITS_PER_RANK = 8  # so that what ranks read can be balanced
 _ROUND_BYTES = 16 << 20  # of one round; the next one is read meanwhile
 

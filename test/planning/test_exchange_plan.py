@@ -217,7 +217,7 @@ def test_what_all_ranks_need_is_broadcast() -> None:
 
 @pytest.mark.parametrize(
     ("takers", "reader", "most"),
-    [([0, 1, 2, 3], 2, 16), ([0, 1, 3], 2, 16), ([0, 1, 3], 0, 4), ([0, 1], 2, 4), ([1], 2, 4)],
+    [([0, 1, 2, 3], 2, 32), ([0, 1, 3], 2, 32), ([0, 1, 3], 0, 4), ([0, 1], 2, 4), ([1], 2, 4)],
 )
 def test_units_are_larger_where_all_need_the_very_same(takers: list[int], reader: int, most: int) -> None:
     """As they are then broadcast; elsewhere its reader keeps a copy for each rank."""
@@ -225,7 +225,7 @@ def test_units_are_larger_where_all_need_the_very_same(takers: list[int], reader
     needs = {0: [Need(rank, 0, whole(shard.shape)) for rank in takers]}
     units = units_of(planned(Job({0: shard}, needs, {0: [reader]}, 4), 1 << 20))
     assert {unit.parcels[0].box.size * 4 for unit in units} == {most << 20}
-    assert all((unit.parcels[0].destination == ALL) is (most == 16) for unit in units)
+    assert all((unit.parcels[0].destination == ALL) is (most == 32) for unit in units)
     others = {0: [*needs[0], Need(2, 0, Box((5,), (7,)))]}
     units = units_of(planned(Job({0: shard}, others, {0: [reader]}, 4), 1 << 20))
     assert max(unit.parcels[0].box.size * 4 for unit in units) == 4 << 20
