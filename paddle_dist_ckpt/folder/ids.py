@@ -18,6 +18,7 @@ __all__ = [
     "metadata_ids",
     "newest_id",
     "next_id",
+    "no_folder_text",
     "note_of",
     "save_of",
 ]
@@ -89,8 +90,20 @@ def metadata_ids(storage: Storage) -> list[int]:
     try:
         names = storage.names()
     except NotADirectoryError:
-        raise CheckpointNotFoundError(f"{storage.location} is a file; pass the folder that it is in") from None
+        text = no_folder_text(storage) or f"{storage.location} is a file; pass the folder that it is in"
+        raise CheckpointNotFoundError(text) from None
     return sorted(i for name in names if (i := metadata_id(name)) is not None)
+
+
+def no_folder_text(storage: Storage) -> str | None:
+    """That there is nothing at all at a folder's path; None if there is something."""
+    try:
+        storage.identity()
+    except FileNotFoundError:
+        return f"there is no folder {storage.location}"
+    except NotADirectoryError:
+        return f"there is no folder {storage.location}: a part of that path is a file"
+    return None
 
 
 def committed_ids(storage: Storage) -> list[int]:

@@ -15,7 +15,7 @@ from ..storage.base import Storage
 from ..storage.capabilities import has_folders
 from .catalogs import foreign_ids
 from .foreign import foreign_id
-from .ids import committed_ids
+from .ids import committed_ids, no_folder_text
 
 __all__ = ["listed_ids", "managers_text", "nothing_text", "steps_text"]
 
@@ -48,12 +48,8 @@ def listed_ids(storage: Storage) -> list[int]:
 
 def nothing_text(storage: Storage, unique_id: int | None) -> str:
     """Why a folder has no checkpoint, or none of this number."""
-    try:
-        storage.identity()
-    except FileNotFoundError:
-        return f"there is no folder {storage.location}"
-    except NotADirectoryError:
-        return f"there is no folder {storage.location}: a part of that path is a file"
+    if (text := no_folder_text(storage)) is not None:
+        return text
     if (data_file := _data_file(storage)) is not None:
         return data_file
     which = "" if unique_id is None else f" with unique_id {unique_id}"

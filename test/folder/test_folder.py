@@ -531,7 +531,8 @@ def test_a_metadata_that_cannot_be_read_when_it_is_asked_why_is_told(tmp_path: P
 
 def test_a_path_below_a_file_has_no_checkpoint_whether_or_not_an_id_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for unique_id, text in ((None, "is a file"), (0, "there is no folder .*/file/ckpt: a part of that path is a file")):
+    text = "there is no folder .*/file/ckpt: a part of that path is a file"
+    for unique_id in (None, 0):
         with pytest.raises(CheckpointNotFoundError, match=text):
             load_whole(tmp_path / "file" / "ckpt", unique_id)
         with pytest.raises(CheckpointNotFoundError, match=text):
