@@ -138,7 +138,7 @@ def publish(lease: Lease, metadata: Metadata, value_cost: int) -> int:
     ``value_cost``: see :func:`.files.codec.encode_metadata`.
 
     Raises:
-        CheckpointError: the lease is lost: another save took this one for dead.
+        CheckpointError: the lease is lost: another save or export took this one for dead.
         DurabilityUnknownError: see :func:`publish_under`.
     """
     storage, unique_id = lease.storage, lease.unique_id

@@ -184,7 +184,7 @@ class Lease:
         """Just before the commit: see that the claim is there, and which save the id has now.
 
         Raises:
-            CheckpointError: the claim is gone: another save took this one for dead.
+            CheckpointError: the claim is gone: another save or export took this one for dead.
             CheckpointTimeoutError: somebody is deleting the checkpoint under the id, and does not come to an end.
         """
         # IMPORTANT: who deletes has looked for other claims after it had made its own, and has not found this one, or

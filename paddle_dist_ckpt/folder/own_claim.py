@@ -26,7 +26,9 @@ def lost_claim(storage: Storage, name: str) -> CheckpointError:
         return CheckpointError(f"the claim {claim} is gone, and the folder with it: somebody has removed it meanwhile")
     except OSError:
         pass  # what is known is that the claim is gone
-    return CheckpointError(f"the claim {claim} is gone: another save took this one, which was silent, for dead")
+    return CheckpointError(
+        f"the claim {claim} is gone: another save or export took this one, which was silent, for dead"
+    )
 
 
 class OwnClaim:

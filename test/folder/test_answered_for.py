@@ -181,7 +181,7 @@ def test_what_a_copy_finds_there_and_nobody_else_makes_is_not_forgotten(tmp_path
             thread.start()
             assert is_there.wait(PATIENCE)
 
-    with pytest.raises(CheckpointError, match="another save took this one"):
+    with pytest.raises(CheckpointError, match="another save or export took this one"):
         copy(LocalStorage(ours), FaultyStorage(theirs, freezes), 1, False)
     for claim in theirs.glob("*.claim"):
         if json.loads(claim.read_text()).get("passes_on"):

@@ -244,7 +244,7 @@ def test_what_a_copy_makes_that_was_taken_for_dead_before_goes_at_once(tmp_path:
             return super().create(name)
 
     frozen = Frozen(folder)
-    with pytest.raises(CheckpointError, match="another save took this one"):
+    with pytest.raises(CheckpointError, match="another save or export took this one"):
         copied_to(frozen, source)
     frozen.go_on()
     made = {path.name for path in data_files(folder)}.intersection(path.name for path in data_files(source))
@@ -269,7 +269,7 @@ def test_a_copy_that_thaws_keeps_no_other_one_from_ending(tmp_path: Path) -> Non
         other.start()
         assert go_on.wait(PATIENCE)
 
-    with pytest.raises(CheckpointError, match="another save took this one"):
+    with pytest.raises(CheckpointError, match="another save or export took this one"):
         copied_to(FaultyStorage(folder, when("sync_file", is_data, take_over)), source)
     ended.set()
     other.join()
@@ -304,7 +304,7 @@ def test_who_was_taken_for_dead_says_so(tmp_path: Path, what: str, frozen: str, 
     if what == "rebuild":
         shutil.copytree(source, folder)
         (folder / "0.metadata").unlink()
-    with pytest.raises(CheckpointError, match="another save took this one") as caught:
+    with pytest.raises(CheckpointError, match="another save or export took this one") as caught:
         copied_to(storage, source) if what == "copy" else rebuild(storage, None, False)
     assert type(caught.value) is CheckpointError
     assert list_checkpoints(folder) == [5]

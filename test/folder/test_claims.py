@@ -510,7 +510,7 @@ def test_a_save_that_froze_at_its_commit_and_was_taken_for_dead_does_not_commit(
     assert thawed
     assert isinstance(error, CheckpointError)
     assert str(tmp_path) in str(error)
-    assert "is gone: another save took this one, which was silent, for dead" in str(error)
+    assert "is gone: another save or export took this one, which was silent, for dead" in str(error)
     check_holds(tmp_path, {7: 2})
 
 
@@ -535,7 +535,9 @@ def test_a_claim_that_was_taken_over_does_not_come_back(
     monkeypatch.setattr(local, "rename", rename)
     if when == "before":
         take_over()
-    with pytest.raises(CheckpointError, match=r"the claim .*/3\..*\.claim is gone: another save took this one"):
+    with pytest.raises(
+        CheckpointError, match=r"the claim .*/3\..*\.claim is gone: another save or export took this one"
+    ):
         first.take_on("0123456789abcdef")
     first.stop()
     assert first.save_id in second[0].doomed

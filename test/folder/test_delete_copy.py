@@ -865,7 +865,7 @@ def test_a_copy_that_was_taken_for_dead_leaves_the_files_of_the_next_one(tmp_pat
             leases[0].take_on(save)
             shutil.copy(tmp_path / "a" / name, folder)
 
-    with pytest.raises(CheckpointError, match="another save took this one"):
+    with pytest.raises(CheckpointError, match="another save or export took this one"):
         copy_checkpoint(tmp_path / "a", FaultyStorage(folder, take_over))
     assert [path.name for path in data_files(folder)] == [path.name for path in data_files(tmp_path / "a")]
     leases[0].end()
@@ -884,7 +884,7 @@ def test_a_copy_that_was_taken_for_dead_removes_what_it_has_made_after_that(tmp_
             remove_saves(lease.storage, lease.doomed)
             lease.end()
 
-    with pytest.raises(CheckpointError, match="another save took this one"):
+    with pytest.raises(CheckpointError, match="another save or export took this one"):
         copy_checkpoint(tmp_path / "a", FaultyStorage(folder, take_over))
     assert taken
     assert files_in(folder) == {}

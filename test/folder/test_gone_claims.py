@@ -190,7 +190,9 @@ def test_a_save_that_finds_its_files_gone_says_that_its_claim_is(tmp_path: Path,
     if not is_there:
         assert "No such file or directory" in str(error)
         return
-    assert re.search(rf"the claim {tmp_path}/step/5\..*\.claim is gone: another save took .* for dead", str(error))
+    assert re.search(
+        rf"the claim {tmp_path}/step/5\..*\.claim is gone: another save or export took .* for dead", str(error)
+    )
 
 
 def test_files_that_ranks_make_in_folders_of_their_own_when_all_were_taken_for_dead_are_not_forgotten(
@@ -222,7 +224,7 @@ def test_a_claim_that_is_just_being_removed_is_not_rewritten(tmp_path: Path, mon
 
     with (
         monkeypatch.context() as patch,
-        pytest.raises(CheckpointError, match=r"the claim .*\.claim\.tmp is gone: another save took this one"),
+        pytest.raises(CheckpointError, match=r"the claim .*\.claim\.tmp is gone: another save or export took this one"),
     ):
         patch.setattr(os, "replace", replace)
         lease.take_on("0123456789abcdef")
@@ -1119,7 +1121,7 @@ def test_who_is_taken_for_dead_removes_nothing_more_of_the_dead(tmp_path: Path, 
     if work == "save":
         errors_of(try_save([state(7)], storage, 7), CheckpointError)
     else:
-        with pytest.raises(CheckpointError, match="is gone: another save took this one"):
+        with pytest.raises(CheckpointError, match="is gone: another save or export took this one"):
             copy(LocalStorage(ours), storage, 1, False)
     assert taken
     assert file.exists()

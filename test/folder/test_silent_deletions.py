@@ -104,7 +104,7 @@ def test_a_deletion_that_was_silent_removes_nothing_once_a_save_has_passed_over_
     deletion.end()
     check_after_later_saves(tmp_path, {0: 1})
     (error,) = deletion.errors
-    assert "is gone: another save took this one, which was silent, for dead" in str(error)
+    assert "is gone: another save or export took this one, which was silent, for dead" in str(error)
 
 
 def _save_when_found_alive(
