@@ -162,7 +162,7 @@ def measure_load(plan: PlannedSave) -> dict[str, Any]:
 
     def plan_of_load() -> Fit:
         found = decode(answer, LoadAnswer)
-        return Fit(StoredShards(found), found, wanted, False, (), adapter.devices)
+        return Fit(StoredShards(found, wanted.tensors.paths), found, wanted, False, (), adapter.devices)
 
     planning, fit = timed(plan_of_load)
     assert not fit.problems

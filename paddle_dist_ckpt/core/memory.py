@@ -126,7 +126,7 @@ def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
 def address_of(array: npt.NDArray[Any]) -> int:
     """Where an array's first element is."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError, BufferError):  # empty, not writable, or not contiguous
         return int(array.__array_interface__["data"][0])
 

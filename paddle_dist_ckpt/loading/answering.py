@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Collection, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import chain, filterfalse
+from itertools import chain, compress, filterfalse
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..core.cached import cached_property
-from ..core.columns import numbered, pack_column
+from ..core.columns import Mask, numbered, pack_column
 from ..core.parts import Arranged
 from ..core.shards import Kind
 from ..files.codec import table_to_record
@@ -93,7 +93,7 @@ class Answering:
         self.names = Names(metadata.table.paths, metadata.table.names)
         self._wanted_names = Names([], [])
         self.hints = Hints(metadata, wanted_keys)
-        self._asked_tensors: set[int] = set()  # by place, of what ranks were given, or leave as it is, if it is stored
+        self._is_asked: Mask = np.zeros(len(metadata.table.paths), bool)  # see ``asked``, ``[tensors]``
         self._asked_values: set[str] = set()
         self.without_tensors: set[str] = set()
         self._frozen: dict[str, list[tuple[str, str]]] = {}  # see WantedPaths, by the path of the stored parameter
@@ -139,8 +139,8 @@ class Answering:
                 self._answer_value(path, source, present, found)
         for key in wanted.sources:
             self._answer_source(key, found)
-        self._asked_tensors |= found.tensors
-        self._asked_tensors.update(place for place in match.places(wanted.kept) if place is not None)
+        self._is_asked[list(found.tensors)] = True
+        self._is_asked[[place for place in match.places(wanted.kept) if place is not None]] = True
         for optimizer, parameter in wanted.frozen:
             place = places.get(parameter)
             if place is not None:
@@ -195,13 +195,12 @@ class Answering:
     @property
     def asked(self) -> set[str]:
         """The stored paths of what ranks were given, or leave as it is whether it is stored or not."""
-        return {self._metadata.table.paths[place] for place in self._asked_tensors} | self._asked_values
+        return set(compress(self._metadata.table.paths, self._is_asked)) | self._asked_values
 
     def not_asked(self) -> list[str]:
         """The stored paths of all else, tensors first."""
-        tensors, values = self._asked_tensors, self._asked_values
-        left = [path for place, path in enumerate(self._metadata.table.paths) if place not in tensors]
-        return left + [path for path, _ in self._metadata.value_records if path not in values]
+        left = compress(self._metadata.table.paths, ~self._is_asked)
+        return [*left, *(path for path, _ in self._metadata.value_records if path not in self._asked_values)]
 
     def nothing_asked(self, tensors_of_ranks: Sequence[str]) -> dict[str, int]:
         """Containers of which a rank's state_dict has no tensors and no rank asks for one, by flat key: how many the

@@ -327,7 +327,7 @@ class LeavesLoad:
     def _plan(self, wanted: WantedState, answers: list[LoadAnswer]) -> tuple[Fit, DecideRequest]:
         session, options, answer = self.context.session, self.context.options, answers.pop()
         left_out = wanted.choose_own(answer, session.rank, session.ranks, options.per_rank)
-        stored, answer = StoredShards(answer), answer.without_table()
+        stored, answer = StoredShards(answer, wanted.tensors.paths), answer.without_table()
         fit = Fit(stored, answer, wanted, options.cast, left_out, self.context.adapter.devices, options.resize or {})
         check_none_in_flight(fit.targets)
         needed = fit.needs.file_bytes()

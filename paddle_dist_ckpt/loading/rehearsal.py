@@ -110,7 +110,7 @@ def rehearse(
         wanted.tensors.paths, {}, made=list(matching.recipes), sources=matching.sources, records=wanted.records
     )
     ((_, answer),) = answering.answer(paths, arranged)
-    fit = Fit(StoredShards(answer), answer, wanted, cast, (), None)
+    fit = Fit(StoredShards(answer, paths.tensors), answer, wanted, cast, (), None)
     reads, nbytes = fit.needs.bytes_to_read()
     tensors = [
         path for path, kind in zip(metadata.table.paths, metadata.table.kinds, strict=True) if kind != Kind.VALUE

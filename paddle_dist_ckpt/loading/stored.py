@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from ..core.columns import IntArray, narrow, pieces_of, unpack_column
@@ -25,6 +26,10 @@ _TOGETHER = 1 << 14  # shards of which numbers are made together
 class StoredShards:
     """The shards of the tensors, and of values stored as entries, that this rank may read.
 
+    Args:
+        answer: The coordinator's.
+        wanted: The paths of the tensors that this rank wants.
+
     Attributes:
         table: The tensors and their shards.
         starts: Where each shard starts in the data section of its file, ``[shards]``.
@@ -35,9 +40,12 @@ class StoredShards:
         CheckpointCorruptedError: the answer contradicts itself.
     """
 
-    def __init__(self, answer: LoadAnswer) -> None:
+    def __init__(self, answer: LoadAnswer, wanted: Sequence[str]) -> None:
         self._keys, self._files = answer.keys, answer.files
-        self.table: ShardTable = table_from_record(answer.tensors, len(answer.files))
+        record = answer.tensors
+        if record.paths == wanted:  # then their texts are in memory once
+            record = msgspec.structs.replace(record, paths=list(wanted))
+        self.table: ShardTable = table_from_record(record, len(answer.files))
         self._firsts = unpack_column(answer.firsts, len(self.table.paths), _MANY, "firsts")
         _check_values(self.table)
         shards = len(self.table.shard_file)

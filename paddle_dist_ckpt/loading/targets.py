@@ -80,7 +80,8 @@ class Targets:
             place = np.arange(len(table.paths))
         else:
             place = np.array([-1 if path is None else table.index.get(path, -1) for path in parts.stored], np.int64)
-        asked = set(place.tolist())  # also for what does not fit, which stays as it is
+        asked: Mask = np.zeros(len(table.paths), bool)
+        asked[place[place >= 0]] = True  # also for what does not fit, which stays as it is
         refused = resizing.fit(tensors, table, place, parts.made)
         cast = np.array(parts.cast, bool)
         refused = {**_find_mismatches(tensors, table, place, cast), **refused, **parts.refused}
@@ -150,12 +151,12 @@ class Targets:
         return found
 
     @no_collections()
-    def _add_values(self, left_out: Container[str], asked: Container[int]) -> list[tuple[int, Array]]:
+    def _add_values(self, left_out: Container[str], asked: Mask) -> list[tuple[int, Array]]:
         """Add a buffer for each value that is stored as an entry, and for each array of which only the object is there
         that it belongs to; returns their places in the table and the buffers."""
         table, added = self._table, []
-        for t in np.flatnonzero(table.kinds != Kind.TENSOR).tolist():
-            if t not in asked and table.paths[t] not in left_out:
+        for t in np.flatnonzero((table.kinds != Kind.TENSOR) & ~asked).tolist():
+            if table.paths[t] not in left_out:
                 shape, dtype = table.shape_of(t), table.dtypes[t]
                 buffer: Array = zeros_of(shape, dtype.raw, plain_key(table.paths[t]))
                 geometry = Geometry(Kind(int(table.kinds[t])), dtype, shape, True, (LocalShard(whole(shape)),))
