@@ -88,7 +88,8 @@ def plan_exchange(
         ranks: How many ranks there are.
         block_bytes: Bytes that share a checksum.
         small: Who needs what of all other shards.
-        own_bytes: The most that a rank may read for itself in a round, if that is not a single unit.
+        own_bytes: The most that a rank may read for itself in a round, if that is not a single unit; what all need is
+            not in larger units either.
         loads: What each rank has to read so far, to which this adds.
 
     Returns:
@@ -97,13 +98,13 @@ def plan_exchange(
     total = sum(math.prod(shards[number].shape) * shards[number].itemsize for number in needs)
     total += small.total
     most = max(block_bytes, total // (_UNITS_PER_RANK * ranks))
-    unit_bytes = min(_UNIT_BYTES, most)
+    unit_bytes, broadcast_bytes = min(_UNIT_BYTES, most), min(_BROADCAST_BYTES, own_bytes, most)
     units: list[tuple[Unit | Pack, Traffic]] = []
     reaching = {file: set(able) for file, able in reach.items()}
     for number in sorted(needs):  # tensor by tensor, so that each is complete soon after it has been begun
         shard, wanted = shards[number], needs[number]
         blocks = touched_blocks(shard.shape, shard.itemsize, [need.box for need in wanted], block_bytes)
-        nbytes = min(_BROADCAST_BYTES, most) if _is_for_all(wanted, reach[shard.file], ranks) else unit_bytes
+        nbytes = broadcast_bytes if _is_for_all(wanted, reach[shard.file], ranks) else unit_bytes
         spans = _spans(shard.shape, wanted)
         for start, stop in _unit_ranges(blocks, block_bytes, nbytes):
             parcels = _parcels(shard, wanted, spans, start, stop)

@@ -223,8 +223,11 @@ def test_units_are_larger_where_all_need_the_very_same(takers: list[int], reader
     """As they are then broadcast; elsewhere its reader keeps a copy for each rank."""
     shard = ExchangeShard(0, (256 << 20,), 4)
     needs = {0: [Need(rank, 0, whole(shard.shape)) for rank in takers]}
-    units = units_of(planned(Job({0: shard}, needs, {0: [reader]}, 4), 1 << 20))
+    job = Job({0: shard}, needs, {0: [reader]}, 4)
+    units = units_of(planned(job, 1 << 20, 64 << 20))
     assert {unit.parcels[0].box.size * 4 for unit in units} == {most << 20}
+    bounded = units_of(planned(job, 1 << 20, 16 << 20))  # by what a rank with little memory may read at once
+    assert {unit.parcels[0].box.size * 4 for unit in bounded} == {min(most, 16) << 20}
     assert all((unit.parcels[0].destination == ALL) is (most == 32) for unit in units)
     others = {0: [*needs[0], Need(2, 0, Box((5,), (7,)))]}
     units = units_of(planned(Job({0: shard}, others, {0: [reader]}, 4), 1 << 20))
