@@ -23,7 +23,8 @@ def delete(
 
     Its .metadata goes first, for good; then its data files, but for those that another checkpoint of the folder refers
     to. If the process is killed on the way, a later save to the folder removes what is left, from five minutes after
-    that on. Nothing is removed while somebody is saving to the folder.
+    that on. Nothing is removed while somebody is saving to the folder, or if another save has taken the number since
+    the question was asked.
 
     \b
     Example:
@@ -38,7 +39,7 @@ def delete(
     size = sum(info.size for info in metadata.files)
     what = f"checkpoint {unique_id} of {metadata.created} in {path}"
     confirm(f"Delete {what}, {count(len(metadata.files), 'file')}, {human_bytes(size)}?", yes)
-    found, finished = delete_with_files(as_storage(path), unique_id)
+    found, finished = delete_with_files(as_storage(path), unique_id, metadata.save_id)
     size = sum(info.size for info in found.files)
     if json:
         freed = size if finished else 0

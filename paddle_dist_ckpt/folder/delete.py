@@ -89,12 +89,15 @@ def delete(storage: Storage, unique_id: int) -> Metadata:
     return delete_with_files(storage, unique_id)[0]
 
 
-def delete_with_files(storage: Storage, unique_id: int) -> tuple[Metadata, bool]:
-    """The same; also whether the data files are gone, too, and not left to a later save."""
+def delete_with_files(storage: Storage, unique_id: int, save_id: str | None = None) -> tuple[Metadata, bool]:
+    """The same; also whether the data files are gone, too, and not left to a later save.
+
+    ``save_id`` is the save that is meant, if somebody was asked about it: another one that has the id by now stays.
+    """
     found = read_checkpoint(storage, unique_id)
     check_native(found, storage.location)
     warn_of_files_elsewhere(storage, found)
-    return found, begin_deletion(storage, unique_id, found.save_id).finish()
+    return found, begin_deletion(storage, unique_id, save_id or found.save_id).finish()
 
 
 def warn_of_files_elsewhere(storage: Storage, metadata: Metadata) -> None:

@@ -40,6 +40,21 @@ def test_nothing_is_destroyed_without_a_yes(tmp_path: Path, monkeypatch: pytest.
     assert list_checkpoints(tmp_path) == []
 
 
+def test_what_has_replaced_a_checkpoint_while_its_deletion_was_asked_for_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path, ARRAYS, 1)
+    monkeypatch.setattr("paddle_dist_ckpt.cli.arguments.is_terminal", lambda: True)
+
+    def confirm(*_: Any, **__: Any) -> bool:
+        save_model(tmp_path, ARRAYS, 1)
+        return True
+
+    monkeypatch.setattr("typer.confirm", confirm)
+    assert "has been replaced or removed meanwhile; nothing was deleted" in fails("delete", tmp_path, 1)
+    assert verify(tmp_path, 1).ok
+
+
 def test_ranks_of_a_job_do_not_destroy_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path, ARRAYS, 1)
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
