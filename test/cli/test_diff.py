@@ -81,6 +81,7 @@ def test_everything_that_differs_is_named(tmp_path: Path) -> None:
     assert tensors["shape"]["shapes"] == [[2, 3], [3, 2]]
     assert tensors["shape"]["elements"] is None
     assert (tensors["dtype"]["dtypes"], tensors["dtype"]["differing"]) == (["float32", "float64"], 0)
+    assert (tensors["dtype"]["max_abs"], tensors["dtype"]["max_rel"], tensors["dtype"]["nan"]) == (0, 0, [0, 0])
     assert tensors["w"] == {
         "key": "model.w",
         "shapes": [[50, 40], [50, 40]],
@@ -110,11 +111,14 @@ def test_a_part_by_pattern_and_prefix(tmp_path: Path) -> None:
 def test_a_tensor_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paddle_dist_ckpt.cli.comparison._BATCH_BYTES", 1000)
     items = ARRAYS["w"].copy()
-    items[::10] += np.arange(5, dtype=np.float32)[:, None]
+    items[::10] += np.arange(5, dtype=np.float32)[:, None] ** 2
+    items[1::10, 0] = np.nan
     save_model(tmp_path, ARRAYS, 1)
     save_model(tmp_path, changed(w=items), 2)
-    (tensor,) = answer("diff", tmp_path, tmp_path, "--id-a", 1, code=1)["tensors"]
-    assert (tensor["key"], tensor["differing"], tensor["max_abs"]) == ("model.w", 160, 4.0)
+    for ids, nan in (((1, 2), [0, 5]), ((2, 1), [5, 0])):
+        (tensor,) = answer("diff", tmp_path, tmp_path, "--id-a", ids[0], "--id-b", ids[1], code=1)["tensors"]
+        assert (tensor["key"], tensor["differing"], tensor["max_abs"]) == ("model.w", 165, 16.0)
+        assert (tensor["max_rel"], tensor["nan"]) == (pytest.approx(4 / 404), nan)
 
 
 def test_element_types_are_compared_by_value(tmp_path: Path) -> None:
@@ -123,7 +127,7 @@ def test_element_types_are_compared_by_value(tmp_path: Path) -> None:
     cast = {"w": items.astype(ARRAYS["bfloat16"].dtype), "half": np.array([0.5, np.nan], np.float32)}
     save_model(tmp_path, cast, 2)
     half, tensor = answer("diff", tmp_path, tmp_path, "--id-a", 1, code=1)["tensors"]
-    assert (half["differing"], half["nan"]) == (0, [1, 1])
+    assert (half["differing"], half["max_abs"], half["max_rel"], half["nan"]) == (0, 0, 0, [1, 1])
     assert tensor["dtypes"] == ["float32", "bfloat16"]
     assert 0 < tensor["max_rel"] <= 2**-8
 
@@ -155,16 +159,36 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         ([np.inf], [1.0], (1, np.inf, np.inf, 0, 0)),
         ([np.nan], [np.nan], None),
         ([np.nan, 4], [1, 1], (2, 3.0, 0.75, 1, 0)),
+        ([1.0], [np.nan], (1, 0.0, 0.0, 0, 1)),
     ],
 )
 def test_how_far_items_are_apart(a: list[float], b: list[float], expected: tuple[float, ...] | None) -> None:
     raw = [np.array(items, np.float32).view("<u4") for items in (a, b)]
-    found = compare_items(3, raw[0], DTYPES["float32"], raw[1], DTYPES["float32"])
+    with np.errstate(all="raise"):  # what numpy warns of would be told among the command's own lines
+        found = compare_items(3, raw[0], DTYPES["float32"], raw[1], DTYPES["float32"])
     if expected is None:
         assert found is None
     else:
         assert found is not None
         assert (found.differing, found.max_abs, found.max_rel, found.nan_a, found.nan_b) == expected
+
+
+def test_complex_items_are_apart_in_both_of_their_parts() -> None:
+    raw = [np.array(items, np.complex64).view(DTYPES["complex64"].raw) for items in ([3 + 4j, 1], [3 - 4j, 1])]
+    found = compare_items(0, raw[0], DTYPES["complex64"], raw[1], DTYPES["complex64"])
+    assert found is not None
+    assert (found.differing, found.max_abs, found.max_rel) == (1, 8.0, 1.6)
+
+
+def test_items_of_other_types_differ_in_value_whatever_their_bits() -> None:
+    items = np.array([1.0, np.nan, np.nan, 2.0], np.float32)
+    found = compare_items(0, items.view("<u4"), DTYPES["float32"], items.view("<u4"), DTYPES["int32"])
+    assert found is not None
+    assert found.differing == 4
+    wide = np.array([1.0, np.nan, 3.0, np.nan]).view("<u8")
+    found = compare_items(0, items.view("<u4"), DTYPES["float32"], wide, DTYPES["float64"])
+    assert found is not None
+    assert (found.differing, found.max_abs, found.nan_a, found.nan_b) == (2, 0.0, 2, 2)
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(

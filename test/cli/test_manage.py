@@ -14,7 +14,7 @@ from paddle_dist_ckpt import LocalStorage, SaveOptions, list_checkpoints, verify
 from paddle_dist_ckpt.cli.main import app
 from paddle_dist_ckpt.manager.steps import NOTE, step_folder
 from test.cli.commands import answer, fails, run, save_model
-from test.jobs import age, files_in, make_array, save_alone
+from test.jobs import age, data_files, files_in, make_array, save_alone
 
 ARRAYS = {"a": make_array((40, 50))}
 
@@ -24,6 +24,7 @@ def test_delete_with_yes(tmp_path: Path) -> None:
     save_model(tmp_path, ARRAYS, 2)
     found = answer("delete", tmp_path, 1, "--yes")
     assert (found["path"], found["unique_id"], found["files"]) == (str(tmp_path), 1, 2)
+    assert found["bytes"] == sum(path.stat().st_size for path in data_files(tmp_path))  # of 2, which is as large
     assert list_checkpoints(tmp_path) == [2]
     assert "deleted checkpoint 2" in run("delete", tmp_path, 2, "-y")
     assert files_in(tmp_path) == {}
@@ -58,7 +59,10 @@ def test_what_has_replaced_a_checkpoint_while_its_deletion_was_asked_for_stays(
 def test_ranks_of_a_job_do_not_destroy_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path, ARRAYS, 1)
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    for command in (("delete", tmp_path, 1, "-y"), ("copy", tmp_path, tmp_path / "b"), ("rebuild", tmp_path)):
+    for command in (
+        *(("delete", tmp_path, 1, "-y"), ("copy", tmp_path, tmp_path / "b"), ("rebuild", tmp_path)),
+        ("prune", tmp_path, "--keep-last", 1, "-y"),
+    ):
         assert "start it without paddle.distributed.launch" in fails(*command)
 
 
@@ -95,7 +99,7 @@ def test_prune_by_the_rules_of_the_manager(tmp_path: Path) -> None:
     assert committed(tmp_path) == ["step-00000150", "step-00000200", "step-00000300"]
     assert sorted(path.name for path in tmp_path.iterdir()) == committed(tmp_path)
     assert verify(step_folder(tmp_path, 150)).ok
-    assert "nothing to remove" in run("prune", tmp_path, *rules, "-y")
+    assert "nothing to remove" in run("prune", tmp_path, *rules)  # so nobody need be asked
 
 
 def test_prune_leaves_links_and_saves_that_go_on(tmp_path: Path) -> None:
@@ -266,7 +270,8 @@ def test_delete_says_what_it_could_not_remove(tmp_path: Path, monkeypatch: pytes
     for root in ("json", "text"):
         save_model(tmp_path / root, {"w": make_array((4,))}, 1)
     refuse(monkeypatch, ".safetensors")
-    assert answer("delete", tmp_path / "json", 1, "-y", code=1)["unfinished"]
+    found = answer("delete", tmp_path / "json", 1, "-y", code=1)
+    assert (found["unfinished"], found["bytes"]) == (True, 0)
     text = fails("delete", tmp_path / "text", 1, "-y", code=1)
     assert text.endswith(", but data files could not be removed; they are left to a later save\n")
 
@@ -319,7 +324,8 @@ def test_a_report_takes_the_place_of_nothing_but_a_page(tmp_path: Path, kind: st
 
 def test_wrong_use_of_prune(tmp_path: Path) -> None:
     steps(tmp_path, s100=0.5)
-    assert "loss:min" in fails("prune", tmp_path, "--keep-last", 1, "--best", "loss")
+    for best in ("loss", "loss:least", ":min"):
+        assert "such as loss:min" in fails("prune", tmp_path, "--keep-last", 1, "--best", best)
     assert "--keep-last" in fails("prune", tmp_path)
     fails("prune", tmp_path, "--keep-last", 0)
 

@@ -23,6 +23,7 @@ from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing.catalogs import read_catalog
 from paddle_dist_ckpt.testing.faults import FaultyStorage
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
+from test.cli.commands import answer
 from test.jobs import CountingStorage
 from test.readers.golden import GOLDEN, expected_arrays, golden_checkpoint
 from test.strategies import some
@@ -182,6 +183,7 @@ def test_a_key_that_a_later_save_had_not_is_left_out(tmp_path: Path) -> None:
     report = verify(storage)
     assert not report.ok
     assert report.problems == (f"model.b: {reason}",)
+    assert answer("verify", tmp_path, code=1)["problems"] == [{"file": None, "text": f"model.b: {reason}"}]
 
 
 @pytest.mark.parametrize(
