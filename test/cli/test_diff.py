@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from paddle_dist_ckpt.cli import comparison, matching
 from paddle_dist_ckpt.cli.comparison import ComparisonFacts, compare_together
@@ -62,6 +63,10 @@ def test_keys_that_are_not_read_are_no_equal_ones(tmp_path: Path) -> None:
     assert "not read in b: w: " in said
     assert "1 equal, 0 different, 0 only in a, 0 only in b, 1 not read" in said
     assert answer("diff", tmp_path / "a", tmp_path / "b", "n")["equal"]
+    for one, other, side in (("a", "b", "unread_in_a"), ("b", "a", "unread_in_b")):
+        assert list(answer("diff", tmp_path / one, tmp_path / other, "w", code=1)[side]) == ["w"]
+    prefixes = ("--prefix-a", "x", "--prefix-b", "x")
+    assert "neither checkpoint has a key" in fails("diff", tmp_path / "a", tmp_path / "a", *prefixes)
     assert re.search("w of checkpoint 0 is not read: .*conj", fails("cat", tmp_path / "a", "w"))
     assert re.search("w is not read: .*conj", fails("merge", tmp_path / "a", tmp_path / "out", "--key", "w"))
 
@@ -94,18 +99,32 @@ def test_everything_that_differs_is_named(tmp_path: Path) -> None:
     }
     assert found["same"] == len(ARRAYS) - 1 + 1
     text = run("diff", tmp_path, tmp_path, "--id-a", 1, "--id-b", 2, code=1)
-    for line in ("only in a: model.gone", "only in b: model.new", "value: n: 1 | True", "2 of 2,000"):
+    for line in ("only in a: model.gone", "only in b: model.new", "value: n: 1 | True"):
         assert line in text
+    assert [re.split(" {2,}", line) for line in text.splitlines() if " of " in line] == [
+        ["model.dtype", "float32 | float64", "0 of 3", "0", "0"],
+        ["model.w", "float32", "2 of 2,000", "2", "0.0159", "0 | 1"],
+    ]
+    assert text.count("\nshape: ") == 1
+    assert text.endswith(f"{len(ARRAYS)} equal, 4 different, 1 only in a, 1 only in b\n")
     assert "shape: model.shape: (2, 3) float64 | (3, 2) float64" in text
 
 
 def test_a_part_by_pattern_and_prefix(tmp_path: Path) -> None:
-    save_model(tmp_path / "a", ARRAYS, n=1)
+    save_model(tmp_path / "a", ARRAYS, n=1, models={"w": 1})
     save_on([{**changed(w=ARRAYS["w"] + 1)}], tmp_path / "b")
     sides = (tmp_path / "a", tmp_path / "b", "--prefix-a", "model")
-    assert [tensor["key"] for tensor in answer("diff", *sides, code=1)["tensors"]] == ["w"]
+    found = answer("diff", *sides, code=1)
+    assert [tensor["key"] for tensor in found["tensors"]] == ["w"]
+    assert (found["same"], found["only_in_a"], found["only_in_b"]) == (len(ARRAYS) - 1, [], [])
+    found = answer("diff", *sides[:2], code=1)
+    ours, theirs = [*(f"model.{key}" for key in sorted(ARRAYS)), "models.w", "n"], sorted(ARRAYS)
+    assert (found["same"], found["only_in_a"], found["only_in_b"]) == (0, ours, theirs)
     assert answer("diff", *sides, "bfloat*")["same"] == 1
     assert "neither checkpoint has a key" in fails("diff", *sides, "nothing")
+    for one, other, side in (("a", "b", "only_in_a"), ("b", "a", "only_in_b")):
+        found = answer("diff", tmp_path / one, tmp_path / other, "models", code=1)
+        assert (found["equal"], found[side]) == (False, ["models.w"])
 
 
 def test_a_tensor_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +149,15 @@ def test_element_types_are_compared_by_value(tmp_path: Path) -> None:
     assert (half["differing"], half["max_abs"], half["max_rel"], half["nan"]) == (0, 0, 0, [1, 1])
     assert tensor["dtypes"] == ["float32", "bfloat16"]
     assert 0 < tensor["max_rel"] <= 2**-8
+
+
+def test_of_single_files_the_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file({"w": ARRAYS["w"]}, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    found = answer("diff", "a.safetensors", "b.safetensors")
+    assert [found[side]["path"] for side in "ab"] == [f"{tmp_path}/a.safetensors", f"{tmp_path}/b.safetensors"]
+    assert found["equal"]
 
 
 def test_a_tensor_here_and_a_value_there(tmp_path: Path) -> None:

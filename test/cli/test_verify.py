@@ -14,7 +14,9 @@ ARRAYS = {"a": make_array((40, 50)), "b": make_array((7,), "int64"), "c": make_a
 
 def test_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
     save_model(tmp_path, ARRAYS, 3)
-    assert "2 files" in run("verify", tmp_path)
+    text = run("verify", tmp_path)
+    assert "2 files, " in text
+    assert text.endswith(", every block is as it was written\n")
     found = answer("verify", tmp_path, "--id", 3)
     sizes = [path.stat().st_size for path in data_files(tmp_path)]
     assert (found["ok"], found["files"], found["total_bytes"]) == (True, 2, sum(sizes))
