@@ -124,7 +124,7 @@ class _Regions:
         ends = np.cumsum(self.nbytes)
         total = int(ends[-1]) if len(ends) else 0
         low, high = (int(np.searchsorted(ends, total * part // ranks, side="right")) for part in (rank, rank + 1))
-        some = slice(low, high if rank + 1 < ranks else len(ends))
+        some = slice(low, high)
         return _Regions(self.tensor[some], self.boxes[some], self.nbytes[some])
 
     def batches(self) -> Iterator[range]:
@@ -227,7 +227,7 @@ def _compare_regions(
     def compare(rows: range, readers: Sequence[BoxReader]) -> None:
         dtypes = [[held.dtype(tensors[row]) for row in rows] for held, tensors in sides]
         nbytes = int(share.nbytes[rows.start : rows.stop].sum())
-        if dtypes[0] == dtypes[1] and all(reader.is_hole(row) for row in rows for reader in readers):
+        if all(reader.is_hole(row) for row in rows for reader in readers):  # zeros, whatever the type
             progress(2 * nbytes)
             return
         items: list[list[np.ndarray]] = []

@@ -14,6 +14,7 @@ from paddle_dist_ckpt.cli import comparison, matching
 from paddle_dist_ckpt.cli.comparison import ComparisonFacts, compare_together
 from paddle_dist_ckpt.cli.differences import compare_items
 from paddle_dist_ckpt.cli.matching import Side
+from paddle_dist_ckpt.core.box import whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
@@ -21,6 +22,7 @@ from test.cli.commands import answer, fails, run, save_model
 from test.jobs import all_ok, data_files, make_array, save_on
 from test.readers.test_torch_dcp import conjugate
 from test.readers.torch_writer import DCPWriter
+from test.torture.crafting import Entry, write_checkpoint
 
 DTYPE_NAMES = ("bfloat16", "float8_e4m3fn", "bool", "int64", "complex64", "complex128", "float64", "uint8")
 ARRAYS = {name: make_array((40, 50), name) for name in DTYPE_NAMES} | {
@@ -82,7 +84,7 @@ def test_everything_that_differs_is_named(tmp_path: Path) -> None:
     assert (found["only_in_a"], found["only_in_b"]) == (["model.gone"], ["model.new"])
     assert found["values"] == [{"key": "n", "a": 1, "b": True}]
     tensors = {tensor["key"].removeprefix("model."): tensor for tensor in found["tensors"]}
-    assert sorted(tensors) == ["dtype", "shape", "w"]
+    assert list(tensors) == ["dtype", "shape", "w"]
     assert tensors["shape"]["shapes"] == [[2, 3], [3, 2]]
     assert tensors["shape"]["elements"] is None
     assert (tensors["dtype"]["dtypes"], tensors["dtype"]["differing"]) == (["float32", "float64"], 0)
@@ -161,10 +163,16 @@ def test_of_single_files_the_files_are_named(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_tensor_here_and_a_value_there(tmp_path: Path) -> None:
-    save_model(tmp_path, {"w": np.zeros((2, 3))}, 1)
-    save_on([{"model": {"w": 7}}], tmp_path, 2)
+    save_model(tmp_path, {"w": np.zeros((2, 3))}, 1, large=list(range(3000)))
+    save_on([{"model": {"w": 7}, "large": list(range(3000))}], tmp_path, 2)
     found = answer("diff", tmp_path, tmp_path, "--id-a", 1, code=1)
-    assert found["values"] == [{"key": "model.w", "a": "a tensor of shape (2, 3), float64", "b": 7}]
+    tensor = "a tensor of shape (2, 3), float64"
+    assert (found["values"], found["same"]) == ([{"key": "model.w", "a": tensor, "b": 7}], 1)
+    found = answer("diff", tmp_path, tmp_path, "--id-b", 1, code=1)
+    assert (found["values"], found["same"]) == ([{"key": "model.w", "a": 7, "b": tensor}], 1)
+    save_on([{"model": {"w": tensor}, "large": list(range(3000))}], tmp_path, 3)
+    for ids in (("--id-a", 1), ("--id-b", 1)):
+        assert not answer("diff", tmp_path, tmp_path, *ids, code=1)["equal"]
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
@@ -236,6 +244,47 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(
             patch.setattr(module, name, read)
             text = fails("diff", tmp_path / "a", tmp_path / "b")
         assert "was replaced while it was being read" in text
+
+
+@pytest.mark.parametrize("shape", [[1 << 20], [0, 3]])
+def test_holes_and_nothing_of_other_types_differ_in_the_type_alone(tmp_path: Path, shape: list[int]) -> None:
+    for name, dtype in (("a", "float32"), ("b", "uint8")):
+        write_checkpoint(tmp_path / name, {"/w": Entry(shape, [[]] * len(shape), dtype)})
+    (tensor,) = answer("diff", tmp_path / "a", tmp_path / "b", code=1)["tensors"]
+    assert tensor["dtypes"] == ["float32", "uint8"]
+    assert (tensor["elements"], tensor["differing"], tensor["max_abs"]) == (int(np.prod(shape)), 0, 0)
+    assert answer("diff", tmp_path / "a", tmp_path / "a")["same"] == 1
+
+
+def test_a_hole_is_not_what_others_have_written_there(tmp_path: Path) -> None:
+    both, written = {"/both": Entry([1 << 16], [[]])}, np.ones(1 << 16, np.float32).tobytes()
+    write_checkpoint(tmp_path / "a", {**both, "/w": Entry([1 << 16], [[]])})
+    write_checkpoint(tmp_path / "b", {**both, "/w": Entry([1 << 16], [[]], data=written)})
+    for one, other in (("a", "b"), ("b", "a")):
+        found = answer("diff", tmp_path / one, tmp_path / other, code=1)
+        (tensor,) = found["tensors"]
+        assert (found["same"], tensor["key"], tensor["differing"], tensor["max_abs"]) == (1, "w", 1 << 16, 1)
+
+
+@pytest.mark.parametrize("sizes", [[], [5], [1] * 20, [9, 1, 1, 1, 9, 1, 1], [1000, 1, 1000, 1000]])
+def test_ranks_have_neighbours_of_about_equally_many_bytes_and_read_few_together(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "_BATCH_BYTES", 10)
+    monkeypatch.setattr(comparison, "_BATCH_WINDOWS", 4)
+    regions = comparison._Regions(np.arange(len(sizes)), [whole((n,)) for n in sizes], np.array(sizes, np.int64))
+    shares = [regions.share(3, rank) for rank in range(3)]
+    assert [i for share in shares for i in share.tensor] == list(range(len(sizes)))
+    for share in shares:
+        assert int(share.nbytes.sum()) <= sum(sizes) / 3 + max(sizes, default=0)
+        assert [box.size for box in share.boxes] == share.nbytes.tolist()
+        batches = list(share.batches())
+        assert [i for batch in batches for i in batch] == list(range(len(share.boxes)))
+        totals = [sum(share.nbytes[batch.start : batch.stop]) for batch in batches]
+        for total, batch in zip(totals, batches, strict=True):
+            assert len(batch) == 1 or (total <= 10 and len(batch) <= 4)
+            if batch.stop < len(share.boxes):  # nor are there fewer than fit
+                assert len(batch) == 4 or total + share.nbytes[batch.stop] > 10
 
 
 @pytest.mark.parametrize(("args", "said"), [((), ""), (("1 byte",), ": 1 byte")])
