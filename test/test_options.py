@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import paddle_dist_ckpt
-from paddle_dist_ckpt import LoadOptions, SaveOptions
+from paddle_dist_ckpt import LoadOptions, SaveOptions, stored
+from paddle_dist_ckpt.options import refuse_unused
 
 BOTH = pytest.mark.parametrize("options", [SaveOptions, LoadOptions])
 
@@ -162,3 +165,60 @@ def test_the_memory_that_stands_between_a_file_and_a_device_is_a_number_of_bytes
     with pytest.raises(ValueError, match="staging_bytes must be a number of bytes above 0, not "):
         LoadOptions(staging_bytes=number)
     assert LoadOptions(staging_bytes=1).staging_bytes == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values", "error"),
+    [
+        (SaveOptions, "timeout", [True, 1_000_001], ValueError),
+        (SaveOptions, "no_dist", [None, 0, "yes"], TypeError),
+        (SaveOptions, "progress", [0, "yes"], TypeError),
+        (SaveOptions, "separate_folders", [None, 1], TypeError),
+        (SaveOptions, "when_busy", ["later", None, True], ValueError),
+        (LoadOptions, "timeout", [True, 1_000_001], ValueError),
+        (LoadOptions, "no_dist", [None, 0, "yes"], TypeError),
+        (LoadOptions, "progress", [0, "yes"], TypeError),
+        (LoadOptions, "separate_folders", [None, 1], TypeError),
+        (LoadOptions, "cast", [None, 1], TypeError),
+        (LoadOptions, "strict", [None, 1, "ALL"], TypeError),
+        (LoadOptions, "per_rank", ["first", None], ValueError),
+        (LoadOptions, "allow_missing", ["a", None, {"a"}, ["a", 1]], TypeError),
+        (LoadOptions, "allow_unused", ["a", None, {"a"}, ["a", 1]], TypeError),
+        (LoadOptions, "key_map", ["a", [("a", "b")], {1: "a"}, {"a": 1}, {"a": "b", "c": 0}], TypeError),
+        (LoadOptions, "recipes", ["a", [stored("a")], {1: stored("a")}, {"a": "b"}], TypeError),
+        (LoadOptions, "recipes", [{"a.{i}": stored("b.{i}.{j}")}, {"a": stored("b.{i}")}], ValueError),
+    ],
+)
+def test_what_an_option_does_not_take_is_refused_by_its_name(
+    kind: Any, name: str, values: list[Any], error: type[Exception]
+) -> None:
+    for value in values:
+        with pytest.raises(error, match=f"^{name}"):
+            kind(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        *((kind, "timeout", [1, 1_000_000]) for kind in (SaveOptions, LoadOptions)),
+        *((kind, "progress_timeout", [None, 1, 1_000_000]) for kind in (SaveOptions, LoadOptions)),
+        *((kind, "progress", [None, True, False]) for kind in (SaveOptions, LoadOptions)),
+        (SaveOptions, "when_busy", ["wait", "raise"]),
+        (LoadOptions, "strict", [True, False, "all"]),
+        (LoadOptions, "per_rank", ["refuse", "by_rank", "coordinator"]),
+        (LoadOptions, "allow_missing", [(), ["a"], ("a", "b.*")]),
+        (LoadOptions, "key_map", [None, {}, {"a": "b", "c": None}, str.lower]),
+        (LoadOptions, "recipes", [None, {}, {"a.{i}": stored("b.{i}")}]),
+        (LoadOptions, "staging_bytes", [1, np.int64(5)]),
+    ],
+)
+def test_what_an_option_takes(kind: Any, name: str, values: list[Any]) -> None:
+    for value in values:
+        assert getattr(kind(**{name: value}), name) == value
+
+
+def test_an_option_that_a_function_leaves_aside_is_refused() -> None:
+    names = ("cast", "key_map", "strict")
+    refuse_unused("f", LoadOptions(strict=False, key_map={}, no_dist=True), names, "call g")
+    with pytest.raises(ValueError, match=re.escape("f does not use LoadOptions(key_map=...): call g")):
+        refuse_unused("f", LoadOptions(strict=False, key_map={"a": "b"}), names, "call g")
