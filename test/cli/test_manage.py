@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paddle_dist_ckpt import LocalStorage, SaveOptions, list_checkpoints, verify
+from paddle_dist_ckpt.cli.arguments import is_terminal
 from paddle_dist_ckpt.cli.main import app
 from paddle_dist_ckpt.manager.steps import NOTE, step_folder
 from test.cli.commands import answer, fails, run, save_model
@@ -35,10 +37,21 @@ def test_nothing_is_destroyed_without_a_yes(tmp_path: Path, monkeypatch: pytest.
     save_model(tmp_path, ARRAYS, 1)
     assert "pass --yes" in fails("delete", tmp_path, 1)
     monkeypatch.setattr("paddle_dist_ckpt.cli.arguments.is_terminal", lambda: True)
-    run("delete", tmp_path, 1, typed="n\n", code=2)
+    said = run("delete", tmp_path, 1, typed="n\n", code=2)
+    assert "Delete" not in said  # but on stderr, so that stdout has the JSON alone
+    assert "nothing was done" not in said
     assert list_checkpoints(tmp_path) == [1]
     run("delete", tmp_path, 1, typed="y\n")
     assert list_checkpoints(tmp_path) == []
+
+
+def test_somebody_can_be_asked_at_a_terminal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "input").touch()
+    there, here = os.openpty()
+    with open(here) as terminal, open(there), (tmp_path / "input").open() as file:
+        for stdin, expected in ((None, False), (file, False), (terminal, True)):
+            monkeypatch.setattr(sys, "stdin", stdin)
+            assert is_terminal() is expected
 
 
 def test_what_has_replaced_a_checkpoint_while_its_deletion_was_asked_for_stays(
