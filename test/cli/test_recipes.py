@@ -96,7 +96,7 @@ def test_into_what_is_wanted(saved: Path, tmp_path: Path) -> None:
         "half": np.zeros((2, 5), "float16"),
         "more": np.zeros(2),
     }
-    save_alone(target, tmp_path / "target")
+    save_alone({**target, "large": list(range(3000))}, tmp_path / "target")  # a value, which no recipe makes
     facts = answer("recipes", saved, tmp_path / "rules.py", "--into", tmp_path / "target", code=1)
     assert [made["key"] for made in facts["made"]] == ["half", "net.1.qk"]
     assert facts["problems"] == [
@@ -162,6 +162,8 @@ def test_statements_that_change_nothing(saved: Path, tmp_path: Path) -> None:
         ("a.py", "x = 1", "has no recipes and no aoa_config"),
         ("a.py:y", "x = 1", "has no y"),
         ("a.py:x", "x = 1", "not int"),
+        ("a.py:x", "x = 'a -> b'", "not str"),
+        ("a.json", '{"aoa_config_reverse": true}', "must have aoa_statements"),
         ("a.py:x", "x = {'a': 'b'}", "recipes must have expressions"),
         ("b.py", None, "No such file"),
     ],
