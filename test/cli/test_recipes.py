@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import LoadOptions
+from paddle_dist_ckpt.cli.making import read_rules
 from test.cli.commands import answer, fails, run, save_model
 from test.jobs import load_whole, make_array, save_alone
 
@@ -131,6 +132,16 @@ def test_an_aoa_config(saved: Path, tmp_path: Path) -> None:
     facts = answer("recipes", saved, tmp_path / "list.json", "--into", tmp_path / "target", code=1)
     assert [made["recipe"] for made in facts["made"]] == ["stored('model.b')", "stored('model.w')"]
     assert facts["problems"] == ["c: the target has shape [1, 4, 5], its recipe makes [4, 5] (of model.w)"]
+
+
+def test_a_file_of_python_may_have_recipes_and_statements(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(f"{FUSED}\naoa_config = {{'aoa_statements': {STATEMENTS!r}}}", "utf-8")
+    rules = read_rules(f"{tmp_path}/a.py")
+    assert [*(rules.recipes or {})] == ["net.{i}.qk", "half"]
+    assert (rules.aoa_config or {})["aoa_statements"] == STATEMENTS
+    (tmp_path / "a.py").write_text(f"recipes = {STATEMENTS!r}", "utf-8")
+    rules = read_rules(f"{tmp_path}/a.py")
+    assert (rules.recipes, (rules.aoa_config or {})["aoa_statements"]) == (None, STATEMENTS)
 
 
 def test_statements_that_change_nothing(saved: Path, tmp_path: Path) -> None:
