@@ -387,6 +387,24 @@ def test_prune_asks_for_what_dead_saves_have_left_too(tmp_path: Path, monkeypatc
     assert committed(tmp_path) == ["step-00000100", "step-00000200"]
 
 
+def test_prune_leaves_a_step_that_was_saved_anew_while_it_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps(tmp_path, s100=0.5, s200=0.6, s300=0.7)
+    monkeypatch.setattr("paddle_dist_ckpt.cli.arguments.is_terminal", lambda: True)
+
+    def confirm(*_: Any, **__: Any) -> bool:
+        steps(tmp_path, s100=0.1)
+        return True
+
+    monkeypatch.setattr("typer.confirm", confirm)
+    text = run("prune", tmp_path, "--keep-last", 1)
+    assert text.startswith("removed 1 step, ")
+    assert "\n  200\nkept 100, 300\nleft, for they were saved anew" in text
+    assert text.endswith(": 100\n")
+    assert verify(step_folder(tmp_path, 100), 100).ok
+
+
 def test_prune_says_what_it_has_left_for_something_else_in_the_folder(tmp_path: Path) -> None:
     steps(tmp_path, s100=0.5, s200=0.7)
     (step_folder(tmp_path, 100) / "100.metadata").unlink()
