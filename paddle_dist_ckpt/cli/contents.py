@@ -206,7 +206,7 @@ class _Sums:
         if values.dtype.kind not in "biufc":  # bfloat16 and float8, which numpy itself does not know
             values = values.astype(np.float32)
         if values.dtype.kind == "c":
-            values = np.abs(values)
+            values = np.abs(values.astype(np.complex128, copy=False))  # in 32 bits the magnitude may be too large
         if values.dtype.kind == "f":
             self.nan += times * int(np.isnan(values).sum())
             self.infinite += times * int(np.isinf(values).sum())

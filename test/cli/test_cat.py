@@ -66,6 +66,14 @@ def test_statistics_of_items_whose_squares_are_too_large(tmp_path: Path) -> None
     assert (found["max"], found["mean"], found["norm"]) == (1.7e308, "Infinity", "Infinity")
 
 
+@pytest.mark.filterwarnings("error")
+def test_statistics_of_complex_items_whose_magnitude_their_type_does_not_hold(tmp_path: Path) -> None:
+    save_model(tmp_path, {"w": np.array([3e38 + 3e38j, 1, complex(np.inf, 0), complex(np.nan, 1)], np.complex64)})
+    found = answer("cat", tmp_path, "model.w", "--stats")["stats"]
+    assert (found["nan"], found["infinite"], found["min"]) == (1, 1, 1)
+    assert found["max"] == pytest.approx(3e38 * 2**0.5)
+
+
 @pytest.mark.parametrize(("command", "reads"), [(("model.w",), "read_region"), (("large",), "read_value")])
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], reads: str
