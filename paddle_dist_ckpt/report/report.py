@@ -15,6 +15,8 @@ from .page import page_of
 
 __all__ = ["report"]
 
+_BEGINS = b"<!doctype html"  # a page
+
 
 def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None) -> Path:
     """Write a page for looking at a checkpoint: one HTML file that needs no other and no network.
@@ -23,7 +25,7 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
 
     Args:
         path: The checkpoint's folder, or its only file (str, PathLike or Storage).
-        out: The file to write; one that is there is replaced when the page is whole.
+        out: The file to write; a page that is there is replaced when the new one is whole.
         unique_id: The checkpoint's number; the newest if it is None.
 
     Returns:
@@ -32,7 +34,7 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: its metadata are damaged.
-        FileExistsError: ``out`` is there, and no regular file, or has the name of a checkpoint's file.
+        FileExistsError: ``out`` is there, and no page, such as a file of a checkpoint; an empty file may be.
         OSError: the file cannot be written.
     """
     storage = as_source(path)
@@ -49,13 +51,24 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
 
 def _check_replaceable(target: Path) -> None:
     """Refuse to put a page in the place of something else than a page."""
-    is_page = target.is_file() and not target.is_symlink()
-    parsers = (metadata_id, parse_data_file, parse_claim)
-    if target.is_symlink() or target.exists():
-        is_part = any(parse(target.name) is not None for parse in parsers)
-        if is_part or not is_page:
-            what = "is a file of a checkpoint's" if is_part else "is there, and no regular file"
-            raise FileExistsError(f"{target} {what}; give the page another name")
+    if not (target.is_symlink() or target.exists()):
+        return
+    if any(parse(target.name) is not None for parse in (metadata_id, parse_data_file, parse_claim)):
+        what = "is a file of a checkpoint's"
+    elif target.is_symlink() or not target.is_file():
+        what = "is there, and no regular file"
+    elif not _is_page(target):  # but a checkpoint of another format, say
+        what = "is there, and no page"
+    else:
+        return
+    raise FileExistsError(f"{target} {what}; give the page another name")
+
+
+def _is_page(target: Path) -> bool:
+    """Whether a file is a page of HTML, or empty."""
+    with target.open("rb") as file:
+        start = file.read(len(_BEGINS))
+    return start.lower() == _BEGINS or not start
 
 
 def _size(storage: Storage, name: str) -> int | str:

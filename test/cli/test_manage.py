@@ -315,7 +315,7 @@ def test_prune_does_not_call_removed_what_stays_for_something_else_in_the_folder
     assert (step_folder(tmp_path, 100) / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("kind", ["metadata", "data", "link", "folder", "device"])
+@pytest.mark.parametrize("kind", ["metadata", "data", "link", "folder", "device", "file"])
 def test_a_report_takes_the_place_of_nothing_but_a_page(tmp_path: Path, kind: str) -> None:
     steps(tmp_path, s100=0.5)
     folder = step_folder(tmp_path, 100)
@@ -327,10 +327,14 @@ def test_a_report_takes_the_place_of_nothing_but_a_page(tmp_path: Path, kind: st
         out.mkdir()
     elif kind == "device":
         os.mkfifo(out)  # which anybody may make
-    says = "a file of a checkpoint" if kind in ("metadata", "data") else "no regular file"
-    assert says in fails("report", folder, "--out", out)
+    elif kind == "file":
+        out.write_bytes(data.read_bytes())  # as a checkpoint of another format
+    says = {"metadata": "a file of a checkpoint's", "data": "a file of a checkpoint's", "file": "there, and no page"}
+    assert says.get(kind, "no regular file") in fails("report", folder, "--out", out)
     assert out.is_symlink() == (kind == "link")
+    assert kind != "file" or out.read_bytes() == data.read_bytes()
     assert verify(folder).ok
+    (tmp_path / "other.html").touch()  # as by mktemp
     run("report", folder, "--out", tmp_path / "other.html")
     run("report", folder, "--out", tmp_path / "other.html")
 
