@@ -28,6 +28,8 @@ def test_the_defaults_are_those_that_are_documented() -> None:
     assert LoadOptions().exchange == "auto"
     assert not SaveOptions().no_dist
     assert not LoadOptions().no_dist
+    assert not SaveOptions().separate_folders
+    assert not LoadOptions().separate_folders
 
 
 @BOTH
@@ -105,6 +107,7 @@ def test_user_metadata_are_a_mapping(metadata: Any) -> None:
         ({"aoa_statements": [], "aoa_config_reverse": "yes"}, "aoa_config_reverse of aoa_config"),
         ({"aoa_statements": [], "enable_traceback": None}, "enable_traceback of aoa_config"),
         ({"aoa_statements": None}, "list of str"),
+        ({"aoa_statements": ["a -> b", 7]}, "list of str"),
         ([], "must be a mapping"),
     ],
 )
