@@ -6,7 +6,6 @@ A job's control secret is no option: see :mod:`.paddle_adapter.groups`.
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -225,15 +224,14 @@ def refuse_unused(function: str, options: LoadOptions, names: Sequence[str], adv
 
 
 def takes(kind: type[Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator of a function that has ``options`` of this type: an option that is passed by itself says so."""
+    """A decorator of a function that has ``options`` of this type, and no argument that is called as one of them: an
+    option that is passed by itself says so."""
     names = {field.name for field in fields(kind)}
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
-        known = inspect.signature(function).parameters
-
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            odd = [name for name in kwargs if name in names and name not in known]
+            odd = [name for name in kwargs if name in names]
             if odd:
                 given = ", ".join(f"{name}=..." for name in odd)
                 raise TypeError(

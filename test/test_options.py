@@ -144,6 +144,8 @@ def test_an_option_that_is_passed_by_itself(function: str, given: dict[str, Any]
         called({}, "nowhere", **given)
     assert str(caught.value) == f"{function} takes no argument {next(iter(given))!r}; pass {hint}"
     assert list(inspect.signature(called).parameters)[-1] == "options"
+    with pytest.raises(TypeError, match=r"^\w+\(\) got an unexpected keyword argument 'nonsense'"):
+        called({}, "nowhere", nonsense=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"no_dist": True}, "off"])
@@ -163,7 +165,7 @@ def test_the_memory_of_a_snapshot_is_a_number_of_bytes_or_none(number: Any) -> N
     assert SaveOptions(snapshot_bytes=0).snapshot_bytes == 0
 
 
-@pytest.mark.parametrize("number", [0, -1, 1.5, "1", None])
+@pytest.mark.parametrize("number", [0, -1, 1.5, "1", None, True])
 def test_the_memory_that_stands_between_a_file_and_a_device_is_a_number_of_bytes(number: Any) -> None:
     with pytest.raises(ValueError, match="staging_bytes must be a number of bytes above 0, not "):
         LoadOptions(staging_bytes=number)
@@ -187,6 +189,7 @@ def test_the_memory_that_stands_between_a_file_and_a_device_is_a_number_of_bytes
         (LoadOptions, "per_rank", ["first", None], ValueError),
         (LoadOptions, "allow_missing", ["a", None, {"a"}, ["a", 1]], TypeError),
         (LoadOptions, "allow_unused", ["a", None, {"a"}, ["a", 1]], TypeError),
+        (LoadOptions, "resize", [{1: 0}, {"a": True}, {"a": (0, 1, 2)}, {"a": [0, 1]}], TypeError),
         (LoadOptions, "key_map", ["a", [("a", "b")], {1: "a"}, {"a": 1}, {"a": "b", "c": 0}], TypeError),
         (LoadOptions, "recipes", ["a", [stored("a")], {1: stored("a")}, {"a": "b"}], TypeError),
         (LoadOptions, "recipes", [{"a.{i}": stored("b.{i}.{j}")}, {"a": stored("b.{i}")}], ValueError),
