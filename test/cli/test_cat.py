@@ -98,7 +98,8 @@ def test_numbers_that_json_lacks_are_text(tmp_path: Path) -> None:
 
 
 def test_wrong_keys_and_slices(tmp_path: Path) -> None:
-    save_model(tmp_path, {"weight": COUNTING})
+    save_model(tmp_path, {"weight": COUNTING}, step=7)
+    assert "has no key 'setp'; there are, for example: step\n" in fails("cat", tmp_path, "setp")
     assert "has no key 'model.wieght'; there are, for example: model.weight" in fails("cat", tmp_path, "model.wieght")
     for wrong in ("10", "0,0,0", "x", "::2"):
         fails("cat", tmp_path, "model.weight", "--slice", wrong)
@@ -109,6 +110,14 @@ def test_damage_is_found(tmp_path: Path) -> None:
     path = data_files(tmp_path)[0]
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert "error: " in fails("cat", tmp_path, "model.w")
+
+
+def test_a_damaged_value_is_not_shown_or_compared(tmp_path: Path) -> None:
+    save_model(tmp_path, {}, large="a" * 10_000)
+    (path,) = (path for path in data_files(tmp_path) if b"aaaa" in path.read_bytes())
+    path.write_bytes(path.read_bytes().replace(b"aaaa", b"aaba", 1))
+    for command in (("cat", tmp_path, "large"), ("diff", tmp_path, tmp_path)):
+        assert "large: " in fails(*command)
 
 
 @pytest.mark.parametrize(
