@@ -87,6 +87,23 @@ def test_patterns(tmp_path: Path) -> None:
     assert "no key of checkpoint 0 matches 'modle.layers.0.*'; there are, for example: model.layers.0.bias, " in text
 
 
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        (None, ["a", "a.b", "a.b.c", "ab", "A", "b.a"]),
+        ("a", ["a", "a.b", "a.b.c"]),
+        ("a.", ["a.b", "a.b.c"]),
+        ("a.b", ["a.b", "a.b.c"]),
+        ("a*", ["a", "a.b", "a.b.c", "ab"]),
+        ("*.[ac]", ["a.b.c", "b.a"]),
+        ("", []),
+    ],
+)
+def test_which_keys_a_pattern_asks_for(pattern: str | None, found: list[str]) -> None:
+    keys = ["a", "a.b", "a.b.c", "ab", "A", "b.a"]
+    assert [key for key in keys if inspection.matches(key, pattern)] == found
+
+
 def test_what_is_not_there(tmp_path: Path) -> None:
     assert f"there is no folder {tmp_path / 'none'}" in fails("inspect", tmp_path / "none")
     assert "holds no committed checkpoint" in fails("inspect", tmp_path)
