@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.cli import contents
-from paddle_dist_ckpt.cli.regions import edges, parse_slice, windows
+from paddle_dist_ckpt.cli.regions import best_along, edges, parse_slice, windows
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
+from paddle_dist_ckpt.core.layouts import Layout
 from test.cli.commands import answer, fails, run, save_model
 from test.jobs import data_files, make_array
 
@@ -151,6 +152,23 @@ def test_windows_make_up_the_region(shape: tuple[int, ...]) -> None:
     assert all(0 < part.size <= 8 for part in parts)
     found = [array[part.slices].reshape(-1) for part in parts]
     assert np.array_equal(np.concatenate(found) if found else np.empty(0, int), array.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "most", "along"),
+    [
+        ([[], list(range(5, 80, 5))], 1600, 1),  # 16 pieces of 400 bytes side by side, of which a window holds four
+        ([[], list(range(5, 80, 5))], 1599, 0),
+        ([[], list(range(5, 80, 5))], 6400, 0),  # a window is all of it
+        ([list(range(1, 20)), [40]], 1600, 0),
+        ([list(range(1, 20)), list(range(2, 80, 2))], 1600, 1),
+        ([[], []], 6399, 0),
+    ],
+)
+def test_windows_lie_along_the_pieces_of_a_tensor(cuts: list[list[int]], most: int, along: int) -> None:
+    layout = Layout.from_cuts((20, 80), cuts)
+    assert best_along(layout, 4, most) == along
+    assert best_along(Layout((20, 80), layout.boxes), 4, most) == along
 
 
 def test_edges_are_what_numpy_shows() -> None:
