@@ -13,9 +13,12 @@ import pytest
 
 from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict
 from paddle_dist_ckpt.paddle_adapter import objects
+from paddle_dist_ckpt.paddle_adapter.masters import renew_masters
+from paddle_dist_ckpt.tree.state_dict import Leaves
 from test.paddle.optimizers import flat
+from test.paddle.tensors import from_local
 from test.paddle.test_objects import ALONE, REPLICATE, SHARD, has_stages, layer_of, optimizer_for
-from test.paddle.versions import LATER_THAN_3_0, lacks
+from test.paddle.versions import FROM_LOCAL, LATER_THAN_3_0, lacks
 
 CUTS_HALF = lacks(LATER_THAN_3_0, "cannot cut bfloat16 and float16 on CPU")
 WITHOUT_MASTERS = LoadOptions(allow_missing=["*.master_weight"], cast=True)
@@ -177,6 +180,30 @@ def test_those_of_another_model_of_the_same_names_are_left(tmp_path: Path, as_di
     assert masters(one) == [1.0 if as_dicts else 3.0]
 
 
+@pytest.mark.parametrize("rest", [("b", "o"), ("o",), ("b", "o", "p")], ids="+".join)
+@pytest.mark.parametrize("as_dicts", [False, True])
+def test_a_name_that_is_given_twice_tells_no_parameter(tmp_path: Path, as_dicts: bool, rest: tuple[str, ...]) -> None:
+    """The model ``a`` is loaded; ``b`` has its names, and the optimizer ``o``; ``p`` is the one of ``a``."""
+
+    def named() -> dict[str, Any]:
+        with paddle.utils.unique_name.guard():
+            made = job(fill=1.0)
+            objects.make_accumulators(made["optimizer"])
+        return made
+
+    one, other = named(), named()
+    for master in other["optimizer"]._master_weights.values():
+        paddle.assign(paddle.full(master.shape, 2.0), master)
+    save_state_dict({"a": job(fill=3.0)["model"]}, str(tmp_path))
+    parts = {"b": other["model"], "o": other["optimizer"], "p": one["optimizer"]}
+    if as_dicts:
+        parts |= {name: parts[name].state_dict() for name in ("o", "p")}
+    state = {"a": one["model"], **{name: parts[name] for name in rest}}
+    load_state_dict(state, str(tmp_path), options=LoadOptions(strict=False))
+    assert masters(other) == [3.0 if as_dicts and rest == ("o",) else 2.0]
+    assert masters(one) == [1.0 if as_dicts or "p" not in rest else 3.0]
+
+
 def test_what_the_caller_wants_to_be_left_is_left(tmp_path: Path) -> None:
     saved, state = job(fill=3.0), job()
     save_state_dict(saved, str(tmp_path))
@@ -193,8 +220,9 @@ def test_a_part_of_a_master_weight_that_does_not_say_which_is_left(
     part = paddle.zeros([2])
     part.name = f"{layer.bias.name}_fp32_master_0"
     state = {"model": {"bias": layer.bias}, "optimizer": {"master_weights": {layer.bias.name: part}}}
-    load_state_dict(state, str(tmp_path), options=LoadOptions(strict=False, cast=True))
+    report = load_state_dict(state, str(tmp_path), options=LoadOptions(strict=False, cast=True))
     assert part.tolist() == [0, 0]
+    assert not any("set to its parameter" in line for line in report.skipped)
     assert "a master weight is left as it is, though its parameter was loaded" in caplog.text
 
 
@@ -211,8 +239,50 @@ def test_those_of_parameters_that_share_memory_and_disagree_are_left(tmp_path: P
     assert masters(state) == [1.25]
 
 
+def rows_of(first: int, last: int) -> np.ndarray[Any, Any]:
+    return np.arange(16, dtype=np.float32).reshape(4, 4)[first:last]
+
+
+WHOLE, CUT, COLUMNS = (lambda: paddle.to_tensor(rows_of(0, 4))), dist.Shard(0), dist.Shard(1)
+HELD = {  # a parameter, its master weight, this rank, and what it has of the master weight then
+    "whole to whole": (WHOLE, WHOLE, 0, rows_of(0, 4)),
+    "whole to a cut, first rank": (WHOLE, lambda: on_pair(0, 2, CUT), 0, rows_of(0, 2)),
+    "whole to a cut, second rank": (WHOLE, lambda: on_pair(2, 4, CUT), 1, rows_of(2, 4)),
+    "cut to the same cut": (lambda: on_pair(2, 4, CUT), lambda: on_pair(2, 4, CUT), 1, rows_of(2, 4)),
+    "cut to whole": (lambda: on_pair(0, 2, CUT), WHOLE, 0, None),
+    "cut to another cut": (lambda: on_pair(0, 2, CUT), lambda: on_pair(0, 4, COLUMNS), 0, None),
+    "another shape": (lambda: paddle.zeros([5, 4]), WHOLE, 0, None),
+    "parameter elsewhere": (lambda: on_pair(0, 2, CUT), WHOLE, 2, None),
+    "master elsewhere": (WHOLE, lambda: on_pair(0, 2, CUT), 2, "nothing"),
+}
+
+
+def on_pair(first: int, last: int, placement: Any) -> Any:
+    """These rows of a matrix as what a rank has of a DistTensor on two ranks."""
+    local = paddle.to_tensor(rows_of(first, last)[:, : 2 if placement is COLUMNS else 4])
+    return from_local(local, [4, 4], dist.ProcessMesh([0, 1], dim_names=["x"]), [placement])
+
+
+@lacks(FROM_LOCAL, "makes DistTensors of whole tensors only")
+@pytest.mark.parametrize("case", HELD)
+def test_each_rank_sets_its_own_part_if_it_has_that_of_the_parameter(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_parameter, make_master, rank, expected = HELD[case]
+    parameter, master = make_parameter(), make_master()
+    parameter.stop_gradient = False
+    local = master._local_value() if master.is_dist() else master
+    paddle.assign(paddle.full(local.shape, -1.0), local)
+    leaves = Leaves(["/w", "/m"], [parameter, master], [], [], [])
+    done = renew_masters(leaves, {id(parameter)}, {id(master)}, lambda _: ["w", "w_fp32_master_0"], rank)
+    assert done == (set() if expected is None else {id(master)})
+    assert np.array_equal(local.numpy(), expected if isinstance(expected, np.ndarray) else np.full(local.shape, -1.0))
+    assert local.stop_gradient
+    assert ("a master weight is left as it is" in caplog.text) is (expected is None)
+
+
 @pytest.mark.skipif(not hasattr(paddle.nn.Layer, "sharded_state_dict"), reason="this Paddle has no ShardedWeights")
-@pytest.mark.parametrize("form", ["as they are", "a range", "ranges", "another box"])
+@pytest.mark.parametrize("form", ["as they are", "a range", "ranges", "another range", "another box"])
 def test_those_among_sharded_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str) -> None:
     """Of sharding, a rank has a range of the elements of a master weight."""
     from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
@@ -232,21 +302,46 @@ def test_those_among_sharded_weights(tmp_path: Path, caplog: pytest.LogCaptureFi
         expected = weight.ravel()[first:last]
         if form == "ranges":
             model["weight"] = ShardedWeight("weight", paddle.zeros([6], "bfloat16"), *place)
+        if form == "another range":
+            model["weight"] = ShardedWeight("weight", paddle.zeros([6], "bfloat16"), *place[:-1], slice(0, 6))
     master = rest["weight.w_0"].local_tensor
     report = load_state_dict(
         {"model": model, "optimizer": rest}, str(tmp_path), options=LoadOptions(strict=False, cast=True)
     )
     said = next(line for line in report.skipped if line.startswith("optimizer.weight.w_0: "))
-    if form == "another box":
+    if form.startswith("another"):
         assert "a master weight is left as it is, though its parameter was loaded: weight.w_0" in caplog.text
+        assert not said.endswith("; set to its parameter")
         assert not master.numpy().any()
     else:
         assert said.endswith("; set to its parameter")
         assert (master.numpy() == expected).all()
+        assert master.stop_gradient
 
 
 @pytest.mark.skipif(not hasattr(paddle.nn.Layer, "sharded_state_dict"), reason="this Paddle has no ShardedWeights")
-@pytest.mark.parametrize("other", ["a tensor", "a ShardedWeight"])
+@pytest.mark.parametrize("stored", ["model.weight", "optimizer.weight.w_0", "both"])
+def test_those_among_sharded_weights_follow_only_what_was_loaded_and_only_if_they_were_not(
+    tmp_path: Path, stored: str
+) -> None:
+    values = {"model.weight": np.full((4, 3), 3, np.float32), "optimizer.weight.w_0": np.full((4, 3), 5, np.float32)}
+    save_state_dict({key: value for key, value in values.items() if stored in (key, "both")}, str(tmp_path))
+    state = job()
+    objects.make_accumulators(state["optimizer"])
+    model = state["model"].sharded_state_dict()
+    rest = state["optimizer"].sharded_state_dict(model)
+    held = [rest[f"{name}.w_0"].local_tensor for name in ("weight", "bias")]
+    for master in held:
+        paddle.assign(paddle.full(master.shape, 7.0), master)
+    load_state_dict({"model": model, "optimizer": rest}, str(tmp_path), options=LoadOptions(strict=False, cast=True))
+    assert (held[0].numpy() == (3 if stored == "model.weight" else 5)).all()
+    assert (held[1].numpy() == 7).all()
+
+
+@pytest.mark.skipif(not hasattr(paddle.nn.Layer, "sharded_state_dict"), reason="this Paddle has no ShardedWeights")
+@pytest.mark.parametrize(
+    "other", ["a tensor", "a ShardedWeight", "with an optimizer", "no model, but an optimizer", "a tensor alone"]
+)
 def test_those_among_sharded_weights_of_a_key_that_two_models_have_are_left(tmp_path: Path, other: str) -> None:
     model = {"weight": np.ones((4, 3), np.float32), "bias": np.ones(3, np.float32)}
     save_state_dict({"teacher": model, "student": model}, str(tmp_path))
@@ -255,12 +350,19 @@ def test_those_among_sharded_weights_of_a_key_that_two_models_have_are_left(tmp_
     teacher = job()["model"].sharded_state_dict()
     student = state["model"].sharded_state_dict()
     rest = state["optimizer"].sharded_state_dict(student)
-    if other == "a tensor":
+    if other.startswith("a tensor"):
         student = dict(state["model"].state_dict())
+    whole = {"teacher": teacher, "student": student, "optimizer": rest}
     masters_of = {key: weight.local_tensor for key, weight in rest.items() if key.endswith(".w_0")}
+    if other.endswith("an optimizer"):
+        second = job()
+        objects.make_accumulators(second["optimizer"])
+        whole["another"] = second["optimizer"].sharded_state_dict(second["model"].sharded_state_dict())
+        masters_of |= {f"another.{key}": one.local_tensor for key, one in whole["another"].items() if ".w_0" in key}
+    if other in ("no model, but an optimizer", "a tensor alone"):
+        del whole["teacher"]
     for master in masters_of.values():
         paddle.assign(paddle.full(master.shape, 7.0), master)
-    whole = {"teacher": teacher, "student": student, "optimizer": rest}
     load_state_dict(whole, str(tmp_path), options=LoadOptions(strict=False, cast=True))
-    assert sorted(masters_of) == ["bias.w_0", "weight.w_0"]
+    assert {"bias.w_0", "weight.w_0"} <= set(masters_of)
     assert all((master.numpy() == 7).all() for master in masters_of.values())
