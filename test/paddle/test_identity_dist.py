@@ -16,6 +16,8 @@ import pytest
 from paddle_dist_ckpt import SaveOptions, UnsupportedValueError, load_merged_state_dict, read_metadata
 from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.control.ranks import Ranks
+from paddle_dist_ckpt.paddle_adapter import PaddleAdapter
+from paddle_dist_ckpt.paddle_adapter import identity as identity_module
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
 from paddle_dist_ckpt.wiring import paddles, save_with
 from test.paddle.tensors import from_local
@@ -85,6 +87,38 @@ def test_another_distribution_of_the_same_memory_is_noticed(change: str, how: st
         other._share_underline_tensor_to(tensor)
     assert tensor.data_ptr() == place, "or this test shows nothing"
     assert not identity.matches([tensor])
+
+
+@lacks(FROM_LOCAL, "makes DistTensors of whole tensors only")
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("change", DIST)
+def test_one_that_looks_like_one_before_is_not_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch, change: str, copied: bool
+) -> None:
+    """Whether copies of placements are compared, or their texts."""
+    if not copied:
+        monkeypatch.setattr(identity_module, "placement_copies", lambda tensor: None)
+    make, make_other = DIST[change]
+    values = [make(), make_other(make())]
+    expected = [PaddleAdapter(0).view(value, "/t").geometry for value in values]
+    assert expected[0] != expected[1]
+    adapter = PaddleAdapter(0)
+    for _ in range(2):
+        assert [adapter.view(value, "/t").geometry for value in values] == expected
+    for value, geometry in zip(values, expected, strict=True):
+        several = adapter.views([value, value])
+        assert several is None or several.geometries == [geometry, geometry]
+    several = adapter.views(values)
+    assert several is None or several.geometries == expected
+
+
+def test_those_that_are_alike_have_one_geometry() -> None:
+    adapter = PaddleAdapter(0)
+    values = [spread(numbers(4, 4), [4, 4], dist.Replicate()) for _ in range(2)]
+    values += [numbers(3, 4), spread(numbers(4, 4), [4, 4], dist.Replicate()), numbers(3, 4)]
+    found = [adapter.view(value, "/t").geometry for value in values]
+    assert found[0] is found[1] is found[3]
+    assert found[2] is found[4]
 
 
 @lacks(FROM_LOCAL, "makes DistTensors of whole tensors only")
