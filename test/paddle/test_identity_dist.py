@@ -112,6 +112,23 @@ def test_one_that_looks_like_one_before_is_not_taken_for_it(
     assert several is None or several.geometries == expected
 
 
+@lacks(FROM_LOCAL, "makes DistTensors of whole tensors only")
+def test_another_local_shape_is_noticed() -> None:
+    """Of the same layout: what would be read else lies beyond its memory."""
+    tensor = spread(numbers(2, 4), [4, 4], dist.Shard(0))
+    shorter = spread(tensor._local_value()[:1], [4, 4], dist.Shard(0))
+    adapter = PaddleAdapter(0)
+    geometry = adapter.view(tensor, "/t").geometry
+    with pytest.raises(UnsupportedValueError, match=r"its local value has shape \[1, 4\], but by its placements it is"):
+        adapter.view(shorter, "/t")
+    assert geometry == adapter.view(tensor, "/t").geometry
+    assert adapter.views([tensor, shorter]) is None
+    identity, place = identity_of([tensor]), tensor.data_ptr()
+    tensor.data = shorter
+    assert tensor.data_ptr() == place, "or this test shows nothing"
+    assert not identity.matches([tensor])
+
+
 def test_those_that_are_alike_have_one_geometry() -> None:
     adapter = PaddleAdapter(0)
     values = [spread(numbers(4, 4), [4, 4], dist.Replicate()) for _ in range(2)]
@@ -133,6 +150,14 @@ def test_one_of_many_that_are_alike_is_noticed(change: str, at: int) -> None:
     values[at].data = make_other(values[at])
     assert values[at].data_ptr() == place, "or this test shows nothing"
     assert not identity.matches(values)
+
+
+@pytest.mark.parametrize("count", [255, 256, 512, 601])
+def test_fewer_or_more_of_many_are_noticed(count: int) -> None:
+    values = [paddle.ones([1]) for _ in range(601)]
+    identity = identity_of(values[:600])
+    assert identity.matches(values[:600])
+    assert not identity.matches(values[:count])
 
 
 def test_a_dist_tensor_that_is_updated_in_place_is_the_same() -> None:
