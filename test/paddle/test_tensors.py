@@ -24,6 +24,11 @@ from paddle_dist_ckpt import (
     load_state_dict,
     save_state_dict,
 )
+from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.core.dtypes import dtype_named
+from paddle_dist_ckpt.core.shards import Kind
+from paddle_dist_ckpt.core.tensors import Geometry, LocalShard
+from paddle_dist_ckpt.paddle_adapter import PaddleAdapter
 from test.paddle.layouts import Spread
 from test.paddle.tensors import NUMPY_DTYPES, dist_tensor, local_array, paddle_tensor, to_array
 from test.paddle.versions import FROM_LOCAL, SHARD_ORDER, lacks
@@ -394,3 +399,38 @@ def test_a_local_value_that_its_placements_do_not_explain_is_refused(tmp_path: P
     odd = paddle.Tensor(paddle.ones([3, 2]), dims=[8, 2], process_mesh=mesh, placements=[dist.Shard(0)])
     with pytest.raises(UnsupportedValueError, match=r"w: its local value has shape \[3, 2\], but .* \[0:8,0:2\]"):
         save_state_dict({"w": odd}, tmp_path)
+
+
+STRIDED = np.arange(120, dtype=np.float32).reshape(4, 5, 6)
+PLACED: dict[str, tuple[Any, tuple[LocalShard, ...], tuple[int, ...]]] = {
+    "contiguous": (STRIDED, (LocalShard(whole((4, 5, 6))),), (0,)),
+    "transposed": (STRIDED.transpose(2, 0, 1), (LocalShard(whole((6, 4, 5)), (4, 120, 24)),), (0,)),
+    "part of a larger one": (STRIDED, (LocalShard(Box((1, 0, 0), (2, 5, 6))),), (120,)),
+    "several shards": (
+        STRIDED,
+        (LocalShard(Box((1, 4, 2), (1, 1, 4))), LocalShard(Box((2, 0, 0), (2, 5, 6)))),
+        (224, 240),
+    ),
+    "a scalar": (STRIDED[0, 0, 0], (LocalShard(whole(())),), (0,)),
+}
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 8, 20, 100, 128, None])
+@pytest.mark.parametrize("case", PLACED)
+def test_pieces_of_what_is_on_a_device_lie_where_they_say(case: str, piece_bytes: int | None) -> None:
+    array, shards, starts = PLACED[case]
+    geometry = Geometry(Kind.TENSOR, dtype_named("float32"), array.shape, True, shards)
+    placed, places = PaddleAdapter(0, piece_bytes)._placed(geometry, starts, True)
+    times = np.zeros(array.shape, int)
+    for (box, strides), start in zip(placed.shards, places, strict=True):
+        found = np.ndarray(box.shape, np.float32, STRIDED.data, start, strides)
+        assert np.array_equal(found, array[box.slices])
+        assert found.nbytes <= max(4, piece_bytes or found.nbytes)
+        times[box.slices] += 1
+    expected = np.zeros(array.shape, int)
+    for shard in shards:
+        expected[shard.box.slices] += 1
+    assert np.array_equal(times, expected)
+    assert placed.on_device
+    if piece_bytes is None:
+        assert len(placed.shards) == len(shards)
