@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,17 @@ def test_another_local_shape_is_noticed() -> None:
     tensor.data = shorter
     assert tensor.data_ptr() == place, "or this test shows nothing"
     assert not identity.matches([tensor])
+
+
+def test_plain_ones_that_differ_in_one_thing_are_not_taken_for_each_other() -> None:
+    matrix = numbers(4, 4)
+    values = [matrix, paddle.ones([4, 4], "int32"), matrix.t(), numbers(4, 4, 1), paddle.ones([4, 4], "bfloat16")]
+    expected = [PaddleAdapter(0).view(value, "/t").geometry for value in values]
+    assert all(one != other for one, other in itertools.combinations(expected, 2))
+    adapter = PaddleAdapter(0)
+    for order in (values, values[::-1], values):
+        for value in order:
+            assert adapter.view(value, "/t").geometry == expected[next(i for i, x in enumerate(values) if x is value)]
 
 
 def test_those_that_are_alike_have_one_geometry() -> None:
