@@ -586,6 +586,31 @@ def test_a_layer_with_its_own_setter() -> None:
     assert layer.given is state
 
 
+@pytest.mark.filterwarnings("ignore:Skip loading")
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_setter_that_takes_the_state_apart_is_judged_by_what_it_was_given(takes: bool) -> None:
+    class Own(paddle.nn.Linear):
+        def state_dict(self, *args: Any, **more: Any) -> dict[str, Any]:
+            return {"mine": self.weight.T.contiguous() if takes else self.weight.clone(), "bias": self.bias}
+
+        def set_state_dict(self, state: dict[str, Any], *args: Any, **more: Any) -> Any:
+            said = super().set_state_dict(dict(state), *args, **more)
+            if takes:
+                self.weight.set_value(state["mine"].T)
+            state.clear()
+            return said
+
+    layer = Own(2, 3)
+    state = layer.state_dict()
+    state["mine"].set_value(paddle.full(state["mine"].shape, 7.0))
+    if takes:
+        assert objects.restore(layer, state) == []
+        assert layer.weight.tolist() == [[7.0] * 3] * 2
+    else:
+        with pytest.raises(UnsupportedValueError, match="passes over: mine"):
+            objects.restore(layer, state)
+
+
 def test_other_objects() -> None:
     class Old:
         given: Any = None
