@@ -226,7 +226,8 @@ def test_ranks_that_end_commit_first(tmp_path: Path) -> None:
 
 
 def test_processes_that_die_at_random_moments(tmp_path: Path) -> None:
-    (end,) = fresh_ranks(1, cases.end_at_random, str(tmp_path), draws(3, 100))
+    count = draws(3, 100)
+    (end,) = fresh_ranks(1, cases.end_at_random, str(tmp_path), count, timeout=120 + 5 * count)
     assert end.exit_code == 0, end
 
 
