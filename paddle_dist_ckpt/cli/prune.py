@@ -39,8 +39,9 @@ def prune(
     """Remove old steps of a CheckpointManager, after asking.
 
     The rules are those of the manager, which removes steps by itself after each save if it is told to. Folders of steps
-    whose save has died are removed as well; steps that are being saved, and links to folders elsewhere, are not. Do
-    not remove steps while a job restores one of them.
+    whose save has died are removed as well; steps that are being saved, and links to folders elsewhere, are not, nor
+    what the rules keep when the question is answered, if steps were saved or removed meanwhile. Do not remove steps
+    while a job restores one of them.
 
     \b
     Examples:
@@ -134,7 +135,7 @@ def _say_what_became(done: Pruned, freed: int, dry_run: bool) -> None:
         verb = "would remove" if dry_run else "removed"
         say(f"{verb} what dead saves have left beside {_listed(done.tidied)}")
     if done.left:
-        reasons = "they were saved anew, somebody is at work there, or something else is in the folder"
+        reasons = "they were saved anew, the rules keep them now, somebody is there, or something else is in the folder"
         say(f"left, for {reasons}: {_listed(done.left)}")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..files.names import parse_data_file
+from ..files.names import metadata_name, parse_data_file
 from ..folder.checkpoint import read_checkpoint
 from ..folder.delete import warn_of_files_elsewhere
 from ..storage import Folders, LocalStorage
@@ -26,6 +26,7 @@ class PrunePlan:
     Attributes:
         steps: The folder's steps, as they were seen.
         root: The folder.
+        retention: The rules.
         kept: The committed steps that stay, ascending.
         doomed: The committed steps that go, ascending.
         abandoned: Steps that were never committed, and that nobody works on any more; they go as well.
@@ -35,6 +36,7 @@ class PrunePlan:
 
     steps: Steps
     root: Path
+    retention: Retention
     kept: list[int]
     doomed: list[int]
     abandoned: list[int]
@@ -50,14 +52,18 @@ def plan_prune(root: Path, retention: Retention, dry_run: bool = False) -> Prune
     """
     steps, opened = Steps(root), Folders()
     steps.look(opened)
-    doomed = retention.doomed(steps.metrics, max(steps.metrics), ()) if steps.metrics else []
-    doomed = steps.removable(doomed, opened)
+    doomed = steps.removable(_doomed(steps, retention), opened)
     now = time.time() if dry_run else None
     kept = [step for step in sorted(steps.metrics) if step not in doomed]
     littered = [step for step in steps.littered(opened, now) if step in kept]
     abandoned = steps.abandoned(opened, now)
     sizes = {step: _data_bytes(LocalStorage(step_folder(root, step))) for step in abandoned}
-    return PrunePlan(steps, root, kept, doomed, abandoned, littered, sizes)
+    return PrunePlan(steps, root, retention, kept, doomed, abandoned, littered, sizes)
+
+
+def _doomed(steps: Steps, retention: Retention) -> list[int]:
+    """The committed steps that the rules do not keep, as of the last look."""
+    return retention.doomed(steps.metrics, max(steps.metrics), ()) if steps.metrics else []
 
 
 def _data_bytes(storage: LocalStorage) -> int:
@@ -80,8 +86,8 @@ class Pruned:
         removed: The steps that were committed and are gone, ascending,
         abandoned: and those that were not.
         tidied: Committed steps that stay, without what dead saves had left beside them.
-        left: Steps that stay, for they were saved anew, or somebody is at work in their folders; and those that were
-            never committed, if something else is in the folder.
+        left: Steps that stay, for they were saved anew, the rules keep them now, or somebody is at work in their
+            folders; and those that were never committed, if something else is in the folder.
         refused: Steps that stay, for the storage has refused to remove them.
         untidied: Steps that stay, beside which what dead saves have left could not be removed.
         unfinished: Removed steps of which data files could not be removed; a later save or prune does it.
@@ -100,13 +106,19 @@ class Pruned:
 
 
 def carry_out(plan: PrunePlan) -> Pruned:
-    """Remove what is to be removed: first all `.metadata`, for good, then the files."""
-    for step in plan.doomed:
+    """Remove what is to be removed: first all `.metadata`, for good, then the files.
+
+    What the rules keep by now stays: steps for whose sake it was to go may be gone, or saved anew with other metrics.
+    """
+    opened = Folders()
+    now = Steps(plan.root)
+    now.look(opened)
+    doomed = [step for step in _doomed(now, plan.retention) if step in plan.doomed]
+    for step in doomed:
         with suppress(OSError, CheckpointError):  # what is wrong will be heard of
             storage = LocalStorage(step_folder(plan.root, step))
             warn_of_files_elsewhere(storage, read_checkpoint(storage, step))
-    opened = Folders()
-    begun = plan.steps.begin_removals([*plan.doomed, *plan.abandoned], plan.littered, opened)
+    begun = plan.steps.begin_removals([*doomed, *plan.abandoned], plan.littered, opened)
     left, unfinished = dict(begun), []
     try:
         for step, removal in begun.items():
@@ -119,10 +131,11 @@ def carry_out(plan: PrunePlan) -> Pruned:
             removal.leave()
     still = [step for step in plan.doomed if step in plan.steps.metrics]
     gone = [step for step in plan.abandoned if step in begun and not os.path.lexists(step_folder(plan.root, step))]
-    stay = [*still, *(step for step in plan.abandoned if step not in gone)]
+    kept = [step for step in sorted({*plan.kept, *still}) if not _is_gone(plan, step)]
+    stay = [*(step for step in still if step in kept), *(step for step in plan.abandoned if step not in gone)]
     refused = [step for step in stay if step in plan.steps.refused]
     return Pruned(
-        kept=sorted({*plan.kept, *still}),
+        kept=kept,
         removed=[step for step in plan.doomed if step in begun],
         abandoned=gone,
         tidied=[step for step in plan.littered if step in begun],
@@ -132,3 +145,12 @@ def carry_out(plan: PrunePlan) -> Pruned:
         unfinished=unfinished,
         unconfirmed=[step for step in plan.doomed if step not in begun and step not in still],
     )
+
+
+def _is_gone(plan: PrunePlan, step: int) -> bool:
+    """Whether somebody else has removed a committed step, as far as that can be seen."""
+    try:
+        os.stat(step_folder(plan.root, step) / metadata_name(step))
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False

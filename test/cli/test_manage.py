@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +409,21 @@ def test_prune_leaves_a_step_that_was_saved_anew_while_it_asked(
     assert "\n  200\nkept 100, 300\nleft, for they were saved anew" in text
     assert text.endswith(": 100\n")
     assert verify(step_folder(tmp_path, 100), 100).ok
+
+
+def test_prune_keeps_what_the_rules_keep_when_it_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.cli.arguments.is_terminal", lambda: True)
+    steps(tmp_path, s100=0.5, s200=0.4, s300=0.6)
+
+    def prune_meanwhile(act: Callable[[], object]) -> Any:
+        monkeypatch.setattr("typer.confirm", lambda *_, **__: act() or True)
+        return answer("prune", tmp_path, "--keep-last", 1, "--best", "loss:min")
+
+    done = prune_meanwhile(lambda: shutil.rmtree(step_folder(tmp_path, 300)))
+    assert (done["kept"], done["removed"], done["left"]) == ([200], [100], []), "200 is the last one, as 300 is gone"
+    steps(tmp_path, s100=0.5, s300=0.6)
+    done = prune_meanwhile(lambda: steps(tmp_path, s200=0.9))
+    assert (done["kept"], done["removed"], done["left"]) == ([100, 200, 300], [], [100]), "100 is the best one now"
 
 
 def test_prune_says_what_it_has_left_for_something_else_in_the_folder(tmp_path: Path) -> None:
