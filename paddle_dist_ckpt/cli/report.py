@@ -16,7 +16,7 @@ __all__ = ["report"]
 def report(
     path: CheckpointPath,
     out: Annotated[
-        str, typer.Option("--out", "-o", metavar="FILE", help="The page to write; a page that is there is replaced.")
+        str, typer.Option("--out", "-o", metavar="FILE", help="The page to write; an earlier one is replaced.")
     ] = "report.html",
     unique_id: Identifier = None,
     json: Json = False,

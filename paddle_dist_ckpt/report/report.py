@@ -15,7 +15,8 @@ from .page import page_of
 
 __all__ = ["report"]
 
-_BEGINS = b"<!doctype html"  # a page
+_BEGINS, _OURS = b"<!doctype html>", b'<meta name="generator" content="paddle-dist-ckpt report">'
+_MOST_BEFORE = 256  # bytes of a page, before it has said whose it is
 
 
 def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None) -> Path:
@@ -25,7 +26,7 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
 
     Args:
         path: The checkpoint's folder, or its only file (str, PathLike or Storage).
-        out: The file to write; a page that is there is replaced when the new one is whole.
+        out: The file to write; a page of this function's that is there is replaced when the new one is whole.
         unique_id: The checkpoint's number; the newest if it is None.
 
     Returns:
@@ -34,7 +35,8 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: its metadata are damaged.
-        FileExistsError: ``out`` is there, and no page, such as a file of a checkpoint; an empty file may be.
+        FileExistsError: ``out`` is there, and no such page; an empty file may be.
+        ValueError: it has the name of a checkpoint's file, whether that is there or not.
         OSError: the file cannot be written.
     """
     storage = as_source(path)
@@ -43,32 +45,34 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     page = page_of(facts_of(metadata, storage.location, sizes))
     local_path(out, "out")
     target = Path(os.path.expanduser(out))  # as it is shown: not made absolute
-    _check_replaceable(target)
+    replace = _is_replaceable(target)
     temporary = f".{target.name}.{secrets.token_hex(8)}.tmp"
-    LocalStorage(target.parent).publish(target.name, page.encode(), temporary, replace=True)
+    if not LocalStorage(target.parent).publish(target.name, page.encode(), temporary, replace):
+        raise FileExistsError(f"{target} appeared meanwhile; give the page another name")
     return target
 
 
-def _check_replaceable(target: Path) -> None:
-    """Refuse to put a page in the place of something else than a page."""
-    if not (target.is_symlink() or target.exists()):
-        return
+def _is_replaceable(target: Path) -> bool:
+    """Whether a page is there to be replaced, rather than nothing; refuse to put one in the place of anything else."""
     if any(parse(target.name) is not None for parse in (metadata_id, parse_data_file, parse_claim)):
-        what = "is a file of a checkpoint's"
-    elif target.is_symlink() or not target.is_file():
-        what = "is there, and no regular file"
+        # Even where there is none: it would be taken for a damaged checkpoint.
+        raise ValueError(f"{target} is the name of a file of a checkpoint's; give the page another name")
+    if not (target.is_symlink() or target.exists()):
+        return False
+    if target.is_symlink() or not target.is_file():
+        what = "no regular file"
     elif not _is_page(target):  # but a checkpoint of another format, say
-        what = "is there, and no page"
+        what = "no page of a checkpoint"
     else:
-        return
-    raise FileExistsError(f"{target} {what}; give the page another name")
+        return True
+    raise FileExistsError(f"{target} is there, and {what}; give the page another name")
 
 
 def _is_page(target: Path) -> bool:
-    """Whether a file is a page of HTML, or empty."""
+    """Whether a file is a page that was made here, or empty."""
     with target.open("rb") as file:
-        start = file.read(len(_BEGINS))
-    return start.lower() == _BEGINS or not start
+        start = file.read(_MOST_BEFORE)
+    return not start or (start.startswith(_BEGINS) and _OURS in start)
 
 
 def _size(storage: Storage, name: str) -> int | str:

@@ -317,7 +317,7 @@ def test_prune_does_not_call_removed_what_stays_for_something_else_in_the_folder
     assert (step_folder(tmp_path, 100) / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("kind", ["metadata", "data", "link", "folder", "device", "file"])
+@pytest.mark.parametrize("kind", ["metadata", "data", "link", "folder", "device", "file", "html"])
 def test_a_report_takes_the_place_of_nothing_but_a_page(tmp_path: Path, kind: str) -> None:
     steps(tmp_path, s100=0.5)
     folder = step_folder(tmp_path, 100)
@@ -331,14 +331,40 @@ def test_a_report_takes_the_place_of_nothing_but_a_page(tmp_path: Path, kind: st
         os.mkfifo(out)  # which anybody may make
     elif kind == "file":
         out.write_bytes(data.read_bytes())  # as a checkpoint of another format
-    says = {"metadata": "a file of a checkpoint's", "data": "a file of a checkpoint's", "file": "there, and no page"}
+    elif kind == "html":
+        out.write_text("<!doctype html>\nof somebody else")
+    says = {"metadata": "of a checkpoint's", "data": "of a checkpoint's", "file": "there, and no page"}
+    says["html"] = says["file"]
     assert says.get(kind, "no regular file") in fails("report", folder, "--out", out)
     assert out.is_symlink() == (kind == "link")
     assert kind != "file" or out.read_bytes() == data.read_bytes()
     assert verify(folder).ok
+    assert kind != "html" or out.read_text().endswith("of somebody else")
     (tmp_path / "other.html").touch()  # as by mktemp
     run("report", folder, "--out", tmp_path / "other.html")
     run("report", folder, "--out", tmp_path / "other.html")
+
+
+@pytest.mark.parametrize("name", ["200.metadata", "0_100.0123456789abcdef.0.safetensors", "1.0123456789abcdef.claim"])
+def test_a_report_makes_no_file_that_counts_as_one_of_a_checkpoint(tmp_path: Path, name: str) -> None:
+    save_model(tmp_path, ARRAYS, 1)
+    assert "the name of a file of a checkpoint's" in fails("report", tmp_path, "--out", tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_a_report_does_not_replace_what_appears_while_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path, ARRAYS, 1)
+    out, publish = tmp_path / "page.html", LocalStorage.publish
+
+    def publish_late(*arguments: Any) -> bool:
+        out.write_text("theirs")
+        return publish(*arguments)
+
+    monkeypatch.setattr(LocalStorage, "publish", publish_late)
+    assert "appeared meanwhile" in fails("report", tmp_path, "--out", out)
+    assert out.read_text() == "theirs"
 
 
 def test_wrong_use_of_prune(tmp_path: Path) -> None:
