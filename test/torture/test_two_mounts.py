@@ -30,6 +30,13 @@ def test_two_folders_that_are_not_one_do_not_pass(tmp_path: Path) -> None:
         main([str(tmp_path / "a"), str(tmp_path / "b"), "--only", "round trips", "--seed", "1"])
 
 
+def test_a_folder_in_which_something_is_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    with pytest.raises(ValueError, match="is to be a new folder, as all in it is removed at the end, and has theirs"):
+        main([str(tmp_path), str(tmp_path), "--only", "round trips", "--share", "0.02"])
+    assert (tmp_path / "theirs").is_dir()
+
+
 def test_a_client_says_what_went_wrong(tmp_path: Path) -> None:
     client = Client(str(tmp_path), "a")
     try:

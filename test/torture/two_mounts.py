@@ -265,7 +265,10 @@ def tried(
 
     Raises:
         AssertionError: something was not as it should be.
+        ValueError: something is there already, which would be removed at the end.
     """
+    if there := next(Path(roots[0]).glob("*"), None):
+        raise ValueError(f"{roots[0]} is to be a new folder, as all in it is removed at the end, and has {there.name}")
     seen: dict[str, Counter[str]] = {}
     with ExitStack() as ending:
         clients = Clients(roots, before, address, seed)
