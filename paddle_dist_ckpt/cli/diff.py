@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,14 +52,14 @@ def diff(
       paddle-dist-ckpt diff checkpoints checkpoints --id-a 100 --id-b 200 model
       paddle-dist-ckpt diff checkpoints exported --prefix-a model
     """
-    from ..storage import as_source
+    from ..storage import as_source, local_path
     from .comparison import compare_together
     from .matching import Side
     from .ranks import joined, print_once
 
     def show(facts: ComparisonFacts) -> int:
         # Of a single file the file, and not its folder.
-        one, other = (replace(side, path=os.path.abspath(path)) for side, path in ((facts.a, a), (facts.b, b)))
+        one, other = (replace(side, path=local_path(path)) for side, path in ((facts.a, a), (facts.b, b)))
         facts = replace(facts, a=one, b=other)
         print_json(facts) if json else _print(facts)
         return 0 if facts.equal else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,7 +51,7 @@ def inspect(
     """
     from ..errors import CheckpointNotFoundError
     from ..folder.nothing import managers_text
-    from ..storage import as_source, as_storage
+    from ..storage import as_source, as_storage, local_path
     from .inspection import checkpoint_facts, steps_facts
 
     steps = steps_facts(path) if unique_id is None else None
@@ -65,7 +64,7 @@ def inspect(
         if steps.unread:
             raise typer.Exit(1)
         return
-    facts = replace(checkpoint_facts(as_source(path), unique_id, pattern), path=os.path.abspath(path))
+    facts = replace(checkpoint_facts(as_source(path), unique_id, pattern), path=local_path(path))
     if json:
         print_json(facts)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -61,7 +60,7 @@ def recipes(
       paddle-dist-ckpt recipes checkpoints recipes.py --into exported '*.qkv.weight'
     """
     from ..errors import CheckpointNotFoundError
-    from ..storage import as_source
+    from ..storage import as_source, local_path
     from .making import read_rules, recipes_facts
 
     alone_only("recipes")
@@ -69,7 +68,7 @@ def recipes(
     facts = recipes_facts(as_source(path), unique_id, read_rules(rules), wanted, pattern, cast)
     if pattern is not None and not (facts.made or facts.as_stored or facts.left or facts.problems):
         raise CheckpointNotFoundError(f"no wanted tensor matches {pattern!r}")
-    facts = replace(facts, path=os.path.abspath(path))
+    facts = replace(facts, path=local_path(path))
     print_json(facts) if json else _print(facts, everything)
     raise typer.Exit(1 if facts.problems else 0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import typer
@@ -27,12 +26,12 @@ def verify(path: CheckpointPath, unique_id: Identifier = None, json: Json = Fals
       paddle-dist-ckpt verify checkpoints --id 3
       python -m paddle.distributed.launch --nproc_per_node 4 $(which paddle-dist-ckpt) verify checkpoints
     """
-    from ..storage import as_source
+    from ..storage import as_source, local_path
     from .ranks import joined, print_once
     from .verification import VerifyFacts, verify_together
 
     def show(facts: VerifyFacts) -> int:
-        facts = replace(facts, path=os.path.abspath(path))  # of a single file the file, and not its folder
+        facts = replace(facts, path=local_path(path))  # of a single file the file, and not its folder
         if json:
             print_json(facts)
             return 0 if facts.ok else 1

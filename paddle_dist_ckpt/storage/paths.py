@@ -12,7 +12,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
-    """The absolute path that a user means: ``~`` is the home folder.
+    """The absolute path that a user means: ``~`` is the home folder, and ``..`` after a link is above what it leads to.
 
     Args:
         path: The path.
@@ -47,6 +47,19 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
     if expanded == text and text.partition("/")[0] == "~":
         raise ValueError(f"{name} is {text!r}, and there is no home folder: HOME is not set, nor is the user known")
     try:
-        return os.path.abspath(expanded)
+        return _absolute(expanded)
     except FileNotFoundError as error:
         raise FileNotFoundError(error.errno, "the current folder, to which it is relative, is gone", text) from error
+
+
+def _absolute(path: str) -> str:
+    """An absolute path without ``..``, of what the system finds by this one."""
+    names = os.path.abspath(path)
+    whole = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    above, up, below = f"{whole}/".rpartition("/../")
+    if not up:
+        return names
+    # IMPORTANT: not by the names alone. Above what a link leads to may be another folder than beside the link, and what
+    # is removed would not be what `ls` shows under this path.
+    real = os.path.realpath(above + "/..")
+    return names if real == os.path.realpath(os.path.abspath(above + "/..")) else os.path.normpath(f"{real}/{below}")

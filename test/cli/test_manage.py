@@ -35,6 +35,18 @@ def test_delete_with_yes(tmp_path: Path) -> None:
     assert "error: " in fails("delete", tmp_path, 2, "-y")
 
 
+def test_delete_removes_from_the_folder_that_the_system_finds_by_the_path(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "other"):
+        save_model(folder / "checkpoints", ARRAYS, 1)
+    (tmp_path / "other" / "below").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "other" / "below")
+    path = f"{tmp_path}/link/../checkpoints"
+    assert answer("verify", path)["path"] == str(tmp_path / "other" / "checkpoints")
+    run("delete", path, 1, "--yes")
+    assert list_checkpoints(tmp_path / "checkpoints") == [1]
+    assert list_checkpoints(tmp_path / "other" / "checkpoints") == []
+
+
 def test_nothing_is_destroyed_without_a_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path, ARRAYS, 1)
     assert "pass --yes" in fails("delete", tmp_path, 1)

@@ -860,6 +860,26 @@ def test_what_a_link_leads_to_is_not_touched(tmp_path: Path, storage: LocalStora
     assert storage.modified("claim") > 1
 
 
+def test_two_dots_after_a_link_are_above_what_it_leads_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there" / "below").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "there" / "below")
+    monkeypatch.chdir(tmp_path / "here")
+    beyond = {
+        "link/../a": "there/a",
+        f"{tmp_path}/here/link/..": "there",
+        "../here/link/../../b/./c/": "b/c",
+        "../a": "a",
+        "..": ".",
+        "link/d/../e": "here/link/e",  # as it is written where that makes no difference
+        "none/../f": "here/f",
+        "link": "here/link",
+    }
+    for path, expected in beyond.items():
+        assert LocalStorage(path).location == os.path.normpath(tmp_path / expected), path
+    assert LocalStorage("/..").location == "/"
+
+
 def test_without_a_home_folder_there_is_no_place_that_a_tilde_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os.path, "expanduser", lambda text: text)
     for path in ("~", "~/ck"):
