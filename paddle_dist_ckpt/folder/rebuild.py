@@ -100,6 +100,8 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
                 what = f"save {metadata.save_id} is being removed, put there or rebuilt"
                 raise CheckpointError(f"{storage.location}: {what}, as {claim} says; {EXPIRY}")
             _check_there(storage, metadata, [])
+            if replace and not _is_damaged(storage, metadata.unique_id):  # a backup has been put there, say
+                raise CheckpointError(f"{storage.location}/{name} was damaged, and is not any more; try again")
 
         # The temporary name is this claim's own: whoever finds the claim expired removes that, too.
         if not publish_under(lease, metadata.unique_id, data, replace, confirm):

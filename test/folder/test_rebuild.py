@@ -109,6 +109,20 @@ def test_a_damaged_metadata_is_replaced(tmp_path: Path) -> None:
         assert path.read_bytes() == lost
 
 
+def test_a_metadata_that_is_put_back_meanwhile_is_not_replaced_by_that_of_another_save(tmp_path: Path) -> None:
+    save_alone({"w": make_array((4,))}, tmp_path, 3)
+    (old,) = data_files(tmp_path)
+    kept, metadata = old.read_bytes(), tmp_path / "3.metadata"
+    save_alone({"w": make_array((5,))}, tmp_path, 3)
+    good = metadata.read_bytes()
+    old.write_bytes(kept)
+    metadata.write_bytes(good[:-9])
+    storage = FaultyStorage(tmp_path, does("publish", "3.metadata", lambda: metadata.write_bytes(good)))
+    with pytest.raises(CheckpointError, match="3.metadata was damaged, and is not any more; try again"):
+        rebuilt(storage, old.name.split(".")[1])
+    assert metadata.read_bytes() == good
+
+
 def test_a_metadata_that_there_is_no_memory_for_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
