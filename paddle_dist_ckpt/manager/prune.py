@@ -109,8 +109,12 @@ def carry_out(plan: PrunePlan) -> Pruned:
     """Remove what is to be removed: first all `.metadata`, for good, then the files.
 
     What the rules keep by now stays: steps for whose sake it was to go may be gone, or saved anew with other metrics.
+
+    Raises:
+        CheckpointError: the folder is gone, or another one.
     """
     opened = Folders()
+    plan.steps.check_same(opened)
     now = Steps(plan.root)
     now.look(opened)
     doomed = [step for step in _doomed(now, plan.retention) if step in plan.doomed]

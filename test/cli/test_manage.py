@@ -462,6 +462,10 @@ def test_prune_keeps_what_the_rules_keep_when_it_is_answered(tmp_path: Path, mon
     steps(tmp_path, s100=0.5, s300=0.6)
     done = prune_meanwhile(lambda: steps(tmp_path, s200=0.9))
     assert (done["kept"], done["removed"], done["left"]) == ([100, 200, 300], [], [100]), "100 is the best one now"
+    steps(tmp_path / "run", s100=0.5, s200=0.6)
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: (tmp_path / "run").rename(tmp_path / "moved"))
+    assert "is gone, without steps 100, 200 of before" in fails("prune", tmp_path / "run", "--keep-last", 1)
+    assert len(committed(tmp_path / "moved")) == 2
 
 
 def test_prune_says_what_it_has_left_for_something_else_in_the_folder(tmp_path: Path) -> None:
