@@ -39,11 +39,14 @@ def delete(
     size = sum(info.size for info in metadata.files)
     what = f"checkpoint {unique_id} of {metadata.created} in {path}"
     confirm(f"Delete {what}, {count(len(metadata.files), 'file')}, {human_bytes(size)}?", yes)
-    found, finished = delete_with_files(as_storage(path), unique_id, metadata.save_id)
-    size = sum(info.size for info in found.files)
+    storage = as_storage(path)
+    here = set(storage.names())  # others are in folders of other hosts
+    found, finished = delete_with_files(storage, unique_id, metadata.save_id)
+    removed = [info for info in found.files if info.name in here]
+    size = sum(info.size for info in removed)
     if json:
         freed = size if finished else 0
-        facts = {"unique_id": unique_id, "files": len(found.files), "bytes": freed, "unfinished": not finished}
+        facts = {"unique_id": unique_id, "files": len(removed), "bytes": freed, "unfinished": not finished}
         print_json({"path": path, **facts})
     elif finished:
         say(f"deleted {what}, {human_bytes(size)}")

@@ -18,7 +18,7 @@ from paddle_dist_ckpt.cli.arguments import is_terminal
 from paddle_dist_ckpt.cli.main import app
 from paddle_dist_ckpt.manager.steps import NOTE, step_folder
 from test.cli.commands import answer, fails, run, save_model
-from test.jobs import age, data_files, files_in, make_array, save_alone
+from test.jobs import age, data_files, files_in, make_array, save_alone, save_on, split_rows
 
 ARRAYS = {"a": make_array((40, 50))}
 
@@ -45,6 +45,15 @@ def test_delete_removes_from_the_folder_that_the_system_finds_by_the_path(tmp_pa
     run("delete", path, 1, "--yes")
     assert list_checkpoints(tmp_path / "checkpoints") == [1]
     assert list_checkpoints(tmp_path / "other" / "checkpoints") == []
+
+
+def test_delete_counts_the_bytes_of_the_files_that_it_has_removed(tmp_path: Path) -> None:
+    save_on([{"a": part} for part in split_rows(ARRAYS["a"], 2)], tmp_path)
+    here, elsewhere = data_files(tmp_path)
+    size = here.stat().st_size
+    elsewhere.unlink()  # as in the folder of another host
+    found = answer("delete", tmp_path, 0, "--yes")
+    assert (found["files"], found["bytes"]) == (1, size)
 
 
 def test_nothing_is_destroyed_without_a_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
