@@ -41,7 +41,11 @@ def put_aside(storage: Storage, unique_id: int, temporary: str) -> None:
             raise CheckpointError(f"{storage.location}/{name} is too large to be one of Paddle's")
         data = storage.read(name, file.size)
     storage.publish(f"{name}.replaced", data, temporary, replace=True)
-    if look(storage, name)[0] is not Format.PADDLE:  # somebody has removed it meanwhile, or saved under its number
+    # IMPORTANT: what stands there now is what was kept, and not what somebody has saved under its number meanwhile.
+    try:
+        if storage.read(name, len(data) + 1) != data:
+            return
+    except (FileNotFoundError, IsADirectoryError):
         return
     storage.delete(name)
     storage.sync()

@@ -34,7 +34,7 @@ from paddle_dist_ckpt.folder.delete import begin_deletion
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.local_files import LocalReadable
 from paddle_dist_ckpt.testing import FaultyStorage
-from test.hooks import raises
+from test.hooks import does, raises
 from test.jobs import Watch, age_claims, errors_of, load_alone, load_whole, save_alone, try_load
 from test.readers.golden import GOLDEN
 
@@ -249,6 +249,16 @@ def test_a_checkpoint_of_paddles_is_put_aside_for_good_before_the_claim_goes(tmp
     done = [(operation, name.rpartition(".")[2]) for _, operation, name in watch.steps]
     after = done[done.index(("delete", "metadata")) :]
     assert after.index(("sync", "")) < after.index(("delete", "claim"))
+
+
+def test_a_metadata_that_paddle_writes_while_another_is_put_aside_stays(tmp_path: Path) -> None:
+    (tmp_path / "5.metadata").write_bytes(b"\x80\x04 the first")
+    anew = does("publish", "5.metadata.replaced", lambda: (tmp_path / "5.metadata").write_bytes(b"\x80\x04 the second"))
+    put_aside(FaultyStorage(tmp_path, anew), 5, "temporary")
+    assert (tmp_path / "5.metadata").read_bytes() == b"\x80\x04 the second"
+    gone = does("publish", "5.metadata.replaced", (tmp_path / "5.metadata").unlink)
+    put_aside(FaultyStorage(tmp_path, gone), 5, "temporary")
+    assert [path.name for path in tmp_path.iterdir()] == ["5.metadata.replaced"]
 
 
 @pytest.mark.parametrize("taker", ["a save that fails", "a deletion", "a save of the same id in time"])
