@@ -20,6 +20,7 @@ __all__ = [
     "next_id",
     "no_folder_text",
     "note_of",
+    "replaceable_save_of",
     "save_of",
 ]
 
@@ -55,6 +56,16 @@ def note_of(storage: Storage, unique_id: int) -> Note | None:
 
 def _ours(storage: Storage, name: str, whole: bool) -> bytes | None:
     """What a `.metadata` file begins with, or holds; None if it is gone, or of a format known to share the folder."""
+    found, data = _looked_at(storage, name, whole)
+    return data if found is Format.OURS else None
+
+
+def _looked_at(storage: Storage, name: str, whole: bool) -> tuple[Format, bytes]:
+    """The format of a `.metadata` file, and what it begins with, or holds if it is ours.
+
+    Raises:
+        CheckpointCorruptedError: it is of no format that is known to share the folder.
+    """
     found, data = look(storage, name, whole)
     if found is Format.UNKNOWN:
         begins = f"it starts with {data[:16]!r}"
@@ -67,18 +78,38 @@ def _ours(storage: Storage, name: str, whole: bool) -> bytes | None:
             f"{storage.location}/{name} is no paddle_dist_ckpt .metadata file ({begins}); if it "
             "was damaged, rebuild_metadata can make it again; to load an older checkpoint, give its unique_id"
         )
-    return data if found is Format.OURS else None
+    return found, data
 
 
 def known_save_of(storage: Storage, unique_id: int) -> str | None:
     """The save id of the checkpoint committed under an id; None if there is none, or it cannot be told which."""
+    return _known_save_of(storage, unique_id)[1]
+
+
+def replaceable_save_of(storage: Storage, unique_id: int) -> str | None:
+    """The same, for who is to replace or remove it.
+
+    Raises:
+        CheckpointError: it is one of Paddle's, which is not ours to replace.
+    """
+    found, save = _known_save_of(storage, unique_id)
+    if found is Format.PADDLE:  # since the id was chosen
+        name = metadata_name(unique_id)
+        raise CheckpointError(f"{storage.location}/{name} is of another format now, and stays; use another id")
+    return save
+
+
+def _known_save_of(storage: Storage, unique_id: int) -> tuple[Format, str | None]:
+    name = metadata_name(unique_id)
     try:
-        return save_of(storage, unique_id)
+        found, data = _looked_at(storage, name, whole=False)
+        head = decode_head(data, name) if found is Format.OURS else None
+        return found, None if head is None else head.save
     except CheckpointTimeoutError:
         raise
     except CheckpointError:  # damaged, or of a newer version
         _logger.warning("%s: replacing a .metadata that cannot be read; its data files stay", storage.location)
-        return None
+        return Format.UNKNOWN, None
 
 
 def metadata_ids(storage: Storage) -> list[int]:

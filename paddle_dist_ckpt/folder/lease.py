@@ -24,7 +24,7 @@ from ..files.names import claim_name, temporary_name
 from ..storage.base import Storage
 from .claims import EXPIRES_AFTER, FRESH_EVERY, TEMPORARY, Claim, Statement, records_of
 from .dead_claims import DeadClaims
-from .ids import known_save_of
+from .ids import replaceable_save_of
 from .other_claims import OtherClaims
 from .own_claim import OwnClaim
 from .take_over import take_over
@@ -110,7 +110,8 @@ class Lease:
 
     def _look(self) -> bool:
         """Find the save that has the id now and that a commit would replace; returns whether it is another by now."""
-        before, self.replaces = self.replaces, None if self.automatic else known_save_of(self.storage, self.unique_id)
+        before = self.replaces
+        self.replaces = None if self.automatic else replaceable_save_of(self.storage, self.unique_id)
         if self.replaces == before:
             return False
         # What that has replaced in its turn is known from its claim alone, and from here on from this one.

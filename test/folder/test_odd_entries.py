@@ -26,7 +26,7 @@ from paddle_dist_ckpt import (
     rebuild_metadata,
     verify,
 )
-from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointNotFoundError
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from paddle_dist_ckpt.folder.aside import put_aside
 from paddle_dist_ckpt.folder.catalogs import foreign_ids
 from paddle_dist_ckpt.folder.commit import Aftermath, begin, finish
@@ -35,7 +35,7 @@ from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.local_files import LocalReadable
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.hooks import does, raises
-from test.jobs import Watch, age_claims, errors_of, load_alone, load_whole, save_alone, try_load
+from test.jobs import Watch, age_claims, errors_of, files_in, load_alone, load_whole, save_alone, try_load
 from test.readers.golden import GOLDEN
 
 ODD: dict[str, Any] = {
@@ -249,6 +249,14 @@ def test_a_checkpoint_of_paddles_is_put_aside_for_good_before_the_claim_goes(tmp
     done = [(operation, name.rpartition(".")[2]) for _, operation, name in watch.steps]
     after = done[done.index(("delete", "metadata")) :]
     assert after.index(("sync", "")) < after.index(("delete", "claim"))
+
+
+def test_a_save_does_not_replace_what_paddle_has_saved_under_its_id_meanwhile(tmp_path: Path) -> None:
+    theirs = pickle.dumps({})
+    writes = does("create", "*.safetensors", lambda: (tmp_path / "5.metadata").write_bytes(theirs))
+    with pytest.raises(CheckpointError, match=r"5\.metadata is of another format now, and stays; use another id"):
+        save_alone({"a": np.arange(3)}, FaultyStorage(tmp_path, writes), 5)
+    assert files_in(tmp_path) == {"5.metadata": theirs}
 
 
 def test_a_metadata_that_paddle_writes_while_another_is_put_aside_stays(tmp_path: Path) -> None:
