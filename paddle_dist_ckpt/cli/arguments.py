@@ -10,7 +10,7 @@ import typer
 
 from ..visible import visible
 
-__all__ = ["CheckpointPath", "Identifier", "Json", "Yes", "alone_only", "confirm"]
+__all__ = ["CheckpointPath", "Identifier", "Json", "Yes", "alone_only", "confirm", "is_terminal"]
 
 CheckpointPath = Annotated[str, typer.Argument(metavar="PATH", help="The checkpoint's folder.", show_default=False)]
 Identifier = Annotated[
