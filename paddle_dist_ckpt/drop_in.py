@@ -264,6 +264,7 @@ class _DropIn:
         ranks, options, patterns = connected(process_group, 0, self.load_options), self.load_options, aoa_config is None
         try:
             options = _with_statements(options, aoa_config)
+            options = dataclasses.replace(options, key_map=None, resize=None)  # which are for a program's own tensors
             keys = [
                 glob.escape(key) if patterns else key
                 for key in self._metadata(load_path, unique_id).state_dict_metadata

@@ -704,6 +704,16 @@ def test_a_merge_of_what_is_dropped_or_does_not_fit(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dropped", "saved"]
 
 
+def test_a_merge_looks_for_no_tensor_under_the_key_that_a_program_has_for_it(tmp_path: Path) -> None:
+    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    save_state_dict({key: paddle.full([2], number) for number, key in enumerate("abc")}, tmp_path / "saved")
+    with install(load_options=LoadOptions(key_map={"a": "b"}, resize={"*": 0})):
+        config = {"aoa_statements": ["b -> c"]}
+        home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "merged", aoa_config=config)
+    merged = load_merged_state_dict(tmp_path / "merged")
+    assert {key: tensor.tolist() for key, tensor in merged.items()} == {"a": [0, 0], "b": [1, 1], "c": [1, 1]}
+
+
 def test_a_merge_of_what_a_killed_export_has_left_does_not_remove_it(tmp_path: Path) -> None:
     """It is all that there is, until the merge is done."""
     home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
