@@ -7,8 +7,9 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from ..files.metadata import Metadata
 from ..files.names import metadata_id, parse_claim, parse_data_file
-from ..folder.checkpoint import read_checkpoint
+from ..folder.checkpoint import Restarts, read_checkpoint
 from ..storage import LocalStorage, Storage, as_source, local_path
 from .facts import facts_of
 from .page import page_of
@@ -35,13 +36,13 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: its metadata are damaged.
+        CheckpointReplacedError: it kept being replaced meanwhile.
         FileExistsError: ``out`` is there, and no such page; an empty file may be.
         ValueError: it has the name of a checkpoint's file, whether that is there or not.
         OSError: the file cannot be written.
     """
     storage = as_source(path)
-    metadata = read_checkpoint(storage, unique_id)
-    sizes = [_size(storage, info.name) for info in metadata.files]
+    metadata, sizes = _metadata_and_sizes(storage, unique_id)
     page = page_of(facts_of(metadata, storage.location, sizes))
     local_path(out, "out")
     target = Path(os.path.expanduser(out))  # as it is shown: not made absolute
@@ -50,6 +51,16 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     if not LocalStorage(target.parent).publish(target.name, page.encode(), temporary, replace):
         raise FileExistsError(f"{target} appeared meanwhile; give the page another name")
     return target
+
+
+def _metadata_and_sizes(storage: Storage, unique_id: int | None) -> tuple[Metadata, list[int | str]]:
+    """What a checkpoint says of itself, and how large its files are: of one and the same save."""
+    restarts = Restarts(storage)
+    while True:
+        metadata = read_checkpoint(storage, unique_id)
+        sizes = [_size(storage, info.name) for info in metadata.files]
+        if sizes == [info.size for info in metadata.files] or not restarts.due(metadata):
+            return metadata, sizes
 
 
 def _is_replaceable(target: Path) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from paddle_dist_ckpt import CheckpointNotFoundError, read_metadata
+from paddle_dist_ckpt import CheckpointNotFoundError, CheckpointReplacedError, read_metadata
 from paddle_dist_ckpt.core.layouts import Layout
+from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
 from paddle_dist_ckpt.report.facts import facts_of
 from paddle_dist_ckpt.report.page import page_of
 from paddle_dist_ckpt.report.report import report
@@ -176,6 +177,32 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
         path.unlink()
     page = report(tmp_path / "ckpt", tmp_path / "page.html")
     assert data_of(page.read_text(encoding="utf-8"))["files"]["state"] == ["missing"]
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_report_is_of_one_save_where_the_checkpoint_is_replaced_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    import numpy as np
+
+    saves = iter(range(times))
+
+    def read_and_replaced(*args: Any) -> Any:
+        found = read_checkpoint(*args)
+        if next(saves, None) is not None:
+            save_alone({"w": np.zeros(9)}, tmp_path / "ckpt", 3)
+        return found
+
+    save_alone({"w": np.zeros(5)}, tmp_path / "ckpt", 3)
+    monkeypatch.setattr("paddle_dist_ckpt.report.report.read_checkpoint", read_and_replaced)
+    if times == 1:
+        page = report(tmp_path / "ckpt", tmp_path / "page.html")
+        data = data_of(page.read_text(encoding="utf-8"))
+        assert (data["files"]["state"], data["files"]["nbytes"]) == ([""], [72])
+    else:
+        with pytest.raises(CheckpointReplacedError, match="checkpoint 3 in"):
+            report(tmp_path / "ckpt", tmp_path / "page.html")
+        assert not (tmp_path / "page.html").exists()
 
 
 def test_what_goes_wrong_leaves_no_file(tmp_path: Path) -> None:
