@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from .loading.merged import load_merged
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
 from .options import LoadOptions, SaveOptions, as_integer, check_timeout, checked
-from .recipes import text_of
+from .recipes import Recipe, fold
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .saving.save import After, save
@@ -54,7 +54,6 @@ __all__ = [
     "source_of",
 ]
 
-_LONGEST_TEXT = 1 << 16  # of a recipe that is compared with those of other ranks
 Options = TypeVar("Options", SaveOptions, LoadOptions)
 Find = Callable[[], tuple[dict[Any, Any], Adapter]]
 """Finds the state_dict, and what makes its tensors accessible; called when other ranks will hear of what it raises."""
@@ -205,9 +204,15 @@ def arranger_of(options: LoadOptions) -> Arranger | None:
 
 def _digest_of_rules(options: LoadOptions) -> str:
     """By which ranks can tell whether they ask for the same to be made."""
-    recipes = [(key, text_of(recipe, _LONGEST_TEXT)) for key, recipe in (options.recipes or {}).items()]
-    rules = repr((recipes, options.aoa_config)) if recipes or options.aoa_config else ""
-    return hashlib.sha256(rules.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def digest(text: str) -> str:
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def digest_of(one: Recipe, inner: Sequence[str]) -> str:
+        return digest(one.text(inner))  # of digests, for the text of all that it is made of may be as long as you like
+
+    recipes = [(key, fold(recipe, digest_of)) for key, recipe in (options.recipes or {}).items()]
+    return digest(repr((recipes, options.aoa_config)) if recipes or options.aoa_config else "")
 
 
 def load_whole(

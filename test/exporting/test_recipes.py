@@ -28,6 +28,7 @@ from paddle_dist_ckpt.core.parts import Part
 from paddle_dist_ckpt.exporting import stream
 from paddle_dist_ckpt.exporting.formats import ExportRequest
 from paddle_dist_ckpt.exporting.plan import ExportFile, ExportTensor, StoredPart, cut_in_windows
+from paddle_dist_ckpt.recipes import Recipe
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from paddle_dist_ckpt.wiring import export_with
 from test.jobs import (
@@ -98,13 +99,19 @@ def test_several_ranks_share_the_files(tmp_path: Path) -> None:
     assert all(same_bits(found[f"made.{name}"], expected(name)) for name in MADE)
 
 
-def test_ranks_that_ask_for_different_recipes_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "recipes",
+    [
+        [stored("q"), stored("q").T],
+        [concat([stored("q")] * 8000 + [stored(last)]) for last in "kv"],  # written out they begin alike
+    ],
+)
+def test_ranks_that_ask_for_different_recipes_are_told(tmp_path: Path, recipes: list[Recipe]) -> None:
     source, out = saved(tmp_path / "ckpt"), tmp_path / "out"
     request = ExportRequest(str(out), "safetensors", None, None, None, None, 100)
-    recipes = [{"x": stored("q")}, {"x": stored("q").T}]
 
     def work(rank: SimulatedRank) -> Any:
-        return export_with(rank.connection, str(source), request, options(recipes[rank.rank]))
+        return export_with(rank.connection, str(source), request, options({"x": recipes[rank.rank]}))
 
     for error in errors_of(run_ranks(2, work), Exception):
         assert "ask for different exports" in str(error)
