@@ -35,6 +35,14 @@ def test_of_a_large_tensor_the_edges_are_read(tmp_path: Path, monkeypatch: pytes
     assert text.split("\n", 1)[1] == np.array2string(array[3:, :-1], threshold=5) + "\n"
 
 
+def test_of_more_items_than_json_is_to_have_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path, {"w": COUNTING})
+    monkeypatch.setattr("paddle_dist_ckpt.cli.cat._MOST_ITEMS", 12)
+    assert answer("cat", tmp_path, "model.w", "--slice", "0:2")["values"] == COUNTING[:2].tolist()
+    assert answer("cat", tmp_path, "model.w", "--slice", "0:13,0")["values"] == COUNTING[:, 0].tolist()
+    assert answer("cat", tmp_path, "model.w")["values"] is None
+
+
 def test_statistics(tmp_path: Path) -> None:
     array = np.linspace(-3, 5, 6 << 20, dtype=np.float32).reshape(6, -1)
     array[0, :3] = np.nan, np.inf, -np.inf

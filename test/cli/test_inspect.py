@@ -65,6 +65,13 @@ def test_facts_in_json(tmp_path: Path) -> None:
     assert found["tensor_bytes"] == sum(tensor["bytes"] for tensor in found["tensors"])
 
 
+def test_values_are_in_the_order_of_their_keys_wherever_they_are_stored(tmp_path: Path) -> None:
+    save_model(tmp_path, layers(1), z=1, large="x" * 9000, a=2)
+    found = answer("inspect", tmp_path)["values"]
+    assert [(value["key"], value["value"]) for value in found] == [("a", 2), ("large", None), ("z", 1)]
+    assert found[1]["bytes"] > 9000
+
+
 def test_how_tensors_are_cut(tmp_path: Path) -> None:
     grid = [Box((i, j), (2, 3)) for i in (0, 2) for j in (0, 3)]
     columns = [Box((0, j), (4, 3)) for j in (0, 3)]
@@ -127,6 +134,7 @@ def test_a_folder_of_steps(tmp_path: Path) -> None:
         note = {NOTE: {"step": step, "metrics": {"loss": loss}}}
         save_alone({"a": make_array((4,))}, step_folder(tmp_path, step), step, options=SaveOptions(user_metadata=note))
     step_folder(tmp_path, 400).mkdir()
+    (tmp_path / "notes.txt").write_text("of no step")
     found = answer("inspect", tmp_path)
     assert [(step["step"], step["metrics"]) for step in found["steps"]] == [
         (100, {"loss": 0.5}),

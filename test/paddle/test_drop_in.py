@@ -248,6 +248,7 @@ def test_who_still_has_our_function_calls_the_former_one(tmp_path: Path) -> None
     ("arguments", "error"),
     [
         ({"unique_id_policy": "newest"}, ValueError),
+        ({"foreign": "formerly"}, ValueError),
         ({"save_options": LoadOptions()}, TypeError),
         ({"load_options": {"strict": False}}, TypeError),
     ],

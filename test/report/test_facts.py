@@ -101,6 +101,11 @@ def test_very_long_keys_make_no_large_page() -> None:
     assert facts.totals.tensors == 9000
 
 
+def test_many_short_keys_are_all_named() -> None:
+    tensors = [(f"/{i}", WHOLE, [0]) for i in range(9000)]
+    assert len(facts_of(metadata_of(tensors, own_names(1)), "").tensors.key) == 9000
+
+
 # -- all of it
 
 
@@ -185,6 +190,12 @@ def test_ranks_that_wrote_nothing_are_among_the_ranks() -> None:
     metadata = msgspec.structs.replace(metadata, world_size=6)
     ranks = facts_of(metadata, "").ranks
     assert (ranks.rank, ranks.nbytes, ranks.files) == ([0, 1, 2, 3, 4, 5], [0, 48, 0, 48, 0, 0], [0, 1, 0, 1, 0, 0])
+
+
+@pytest.mark.parametrize(("world_size", "ranks"), [(1, [1, 3]), (3, [1, 3]), (4, [0, 1, 2, 3]), (100_001, [1, 3])])
+def test_ranks_that_wrote_nothing_are_named_where_their_number_can_be_true(world_size: int, ranks: list[int]) -> None:
+    metadata = metadata_of([("/w", HALVES, [0, 1])], [own_names(4)[1], own_names(4)[3]])
+    assert facts_of(msgspec.structs.replace(metadata, world_size=world_size), "").ranks.rank == ranks
 
 
 def test_ranks_by_the_names_of_files() -> None:

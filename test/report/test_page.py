@@ -233,3 +233,4 @@ def test_the_command(tmp_path: Path) -> None:
     size = out.stat().st_size
     assert answer("report", tmp_path / "ckpt", "-o", out, "--id", 3) == {"path": str(out), "bytes": size}
     assert "absent" in fails("report", tmp_path / "absent", "-o", out)
+    assert "looks like a URL" in fails("report", tmp_path / "ckpt", "-o", "s3://bucket/page.html")
