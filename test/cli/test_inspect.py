@@ -72,6 +72,14 @@ def test_values_are_in_the_order_of_their_keys_wherever_they_are_stored(tmp_path
     assert found[1]["bytes"] > 9000
 
 
+def test_of_many_values_the_first_are_shown(tmp_path: Path) -> None:
+    save_model(tmp_path, layers(1), **{f"v{i:02}": i for i in range(25)})
+    text = run("inspect", tmp_path)
+    assert ("\nv19  19\n" in text, "v20" in text, "… 5 more values; see --all" in text) == (True, False, True)
+    text = run("inspect", tmp_path, "--all")
+    assert ("\nv24  24\n" in text, "more value" in text) == (True, False)
+
+
 def test_how_tensors_are_cut(tmp_path: Path) -> None:
     grid = [Box((i, j), (2, 3)) for i in (0, 2) for j in (0, 3)]
     columns = [Box((0, j), (4, 3)) for j in (0, 3)]
@@ -145,6 +153,9 @@ def test_a_folder_of_steps(tmp_path: Path) -> None:
     assert found["uncommitted"] == ["step-00000400"]
     text = run("inspect", tmp_path)
     assert "loss is lowest at step 200, highest at step 300" in text
+    rows = [line.split() for line in text.splitlines()[2:5]]  # with the size, and its unit, and the time
+    assert [[row[0], *row[4:]] for row in rows] == [["100", "0.5"], ["200", "0.25"], ["300", "0.75", "latest"]]
+    assert "step-00000400 holds no checkpoint: it is being saved, or a save has failed" in text
     assert f"pass {step_folder(tmp_path, 300)}, the latest" in fails("inspect", tmp_path, "a")
     (step_folder(tmp_path, 300) / "300.metadata").write_bytes(b"x")
     found = answer("inspect", tmp_path, code=1)
