@@ -265,6 +265,8 @@ class _DropIn:
         try:
             options = _with_statements(options, aoa_config)
             options = dataclasses.replace(options, key_map=None, resize=None)  # which are for a program's own tensors
+            if isinstance(skip_postfix_list, str):  # of which each letter would be an ending
+                raise TypeError(f"skip_postfix_list must be a list of endings, not {skip_postfix_list!r}")
             keys = [
                 glob.escape(key) if patterns else key
                 for key in self._metadata(load_path, unique_id).state_dict_metadata

@@ -279,6 +279,17 @@ def test_a_merge_that_is_wrong_on_one_rank_is_so_on_all(pool: RankPool, tmp_path
         assert after.error is None
 
 
+@has_merged
+def test_a_merge_leaves_out_endings_and_not_letters(tmp_path: Path) -> None:
+    merge: Any = importlib.import_module("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    save_state_dict({"a.weight": paddle.ones([2]), "a.bias": paddle.ones([2]), "as": paddle.ones([2])}, tmp_path / "a")
+    with install():
+        with pytest.raises(TypeError, match="skip_postfix_list must be a list of endings, not 'bias'"):
+            merge.merge_sharded_state_dict(tmp_path / "a", tmp_path / "b", skip_postfix_list="bias")
+        merge.merge_sharded_state_dict(tmp_path / "a", tmp_path / "b", skip_postfix_list=["bias"])
+    assert set(load_merged_state_dict(tmp_path / "b", flat=True)) == {"a.weight", "as"}
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
