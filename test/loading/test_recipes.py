@@ -584,6 +584,15 @@ def test_impossible_expressions(make: Callable[[], Any]) -> None:
         make()
 
 
+def test_expressions_are_put_together_and_cut_along_the_first_axis_by_default() -> None:
+    q, k = stored("q"), stored("k")
+    assert stack(q, k) == stack(q, k, axis=0) != stack(q, k, axis=1)
+    assert concat(q, k) == concat(q, k, axis=0) != concat(q, k, axis=1)
+    assert split(q, 2) == split(q, 2, axis=0) != split(q, 2, axis=1)
+    assert stack(q) == concat(q.unsqueeze(0))
+    assert concat(q) == concat([q])
+
+
 def test_expressions_are_values() -> None:
     def one() -> Recipe:
         cut = stored("b")[1:, ..., :-2]
