@@ -178,6 +178,14 @@ def test_other_functions_read_it(tmp_path: Path) -> None:
 # -- one checkpoint in a folder
 
 
+def test_another_format_has_what_was_saved_beside_the_model_too(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt", linear(3.0), None, {"epoch": 3})
+    export(tmp_path / "ckpt", tmp_path / "all.pdparams", format="pdparams")
+    layer = linear()
+    state = load(tmp_path / "all.pdparams", layer)
+    assert (set(state), state["epoch"], layer.bias.tolist()) == ({"model", "epoch"}, 3, [3, 3])
+
+
 def test_what_others_wrote(tmp_path: Path) -> None:
     first, optimizer = linear(3.0), adam(linear(0.0), number=2.0)
     paddle.save(first.state_dict(), str(tmp_path / "model.pdparams"))
