@@ -6,6 +6,7 @@ boxes of which stored tensors it stands for, and reads these alone.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "Squeezed",
     "Unsqueezed",
     "concat",
+    "distinct_text",
     "dtype_name",
     "filled",
     "fold",
@@ -432,6 +434,19 @@ def text_of(recipe: Recipe, most: int) -> str:
         return text if len(text) <= most else text[:most] + "..."
 
     return fold(recipe, write)
+
+
+def distinct_text(recipe: Recipe, most: int) -> str:
+    """How an expression is written; a long one is cut after so many characters, and has a digest of all of it behind.
+    No two expressions have the same text."""
+    text = text_of(recipe, most)
+    if len(text) <= most:
+        return text
+
+    def digest(one: Recipe, inner: Sequence[bytes]) -> bytes:
+        return hashlib.sha256(b"".join([*inner, repr(_fields(one)).encode("utf-8", "surrogatepass")])).digest()
+
+    return f"{text} (SHA-256 {fold(recipe, digest).hex()})"
 
 
 def _fields(one: Recipe) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from ..core.parts import Arranger
 from ..core.tensors import Geometry
 from ..core.text import ranks_text
 from ..options import LoadOptions
+from ..recipes import distinct_text
 from ..tree.building import owner_of
 from ..tree.objects import ObjectKind, OpenedObject
 from ..tree.paths import flat_keys, own_among, parent_of, plain_key, rank_of
@@ -22,6 +23,8 @@ from .messages import LoadAnswer, Mismatch, WantedRecord
 from .recipes import Matching, match_recipes
 
 __all__ = ["WantedState", "collect"]
+
+_LONGEST_TEXT = 1000  # of a recipe that is compared with those of other ranks
 
 
 @dataclass(slots=True)
@@ -85,7 +88,7 @@ class WantedState:
             if not geometry.plain and any(0 not in shard.box.shape for shard in geometry.shards):
                 key, filled = self.moved.get(path), self.made.recipes.get(path)
                 if filled is not None:
-                    found[path] = str(filled.recipe)
+                    found[path] = distinct_text(filled.recipe, _LONGEST_TEXT)
                 else:
                     found[path] = key_map.OWN_KEY if key is None else f"stored({key!r})"
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,7 @@ from paddle_dist_ckpt.loading.recipes import KeyPattern, match_recipes
 from paddle_dist_ckpt.loading.rehearsal import rehearse
 from paddle_dist_ckpt.loading.stored_tensors import stored_tensors
 from paddle_dist_ckpt.planning.recipe_parts import make_parts, recipe_of
+from paddle_dist_ckpt.recipes import distinct_text
 from paddle_dist_ckpt.storage import as_source
 from paddle_dist_ckpt.testing import NumpyAdapter, ShardedArray, run_ranks
 from test.jobs import (
@@ -710,6 +712,32 @@ def test_parts_of_one_tensor_are_never_of_two(tmp_path: Path, key: str, options:
         assert f"{key}: rank 0: " in str(error)
         assert "rank 1: stored('k')" in str(error)
     assert not any(piece.any() for target in targets for piece in target.pieces)
+
+
+def test_recipes_of_one_tensor_that_differ_only_at_the_end_of_a_very_long_text_are_not_mixed(tmp_path: Path) -> None:
+    save_on([{"q": make_array((8, 6), seed=1), "k": make_array((8, 6), seed=2)}], tmp_path)
+    targets, nothing = split_rows(np.zeros((8, 6), np.float32), 2, False), [stored("q")[0:0]] * 6000
+    recipes = [{"w": concat(*nothing, stored(key))} for key in "qk"]
+    assert len(str(recipes[0]["w"])) > 100_000
+    loaded = run_ranks(
+        2, lambda rank: rank.load({"w": targets[rank.rank]}, tmp_path, None, options(recipes[rank.rank]))
+    )
+    for error in errors_of(loaded, ValueError):
+        assert re.search(r"w: rank 0: concat\(.*\(SHA-256 \w{64}\); rank 1: concat\(", str(error))
+        assert len(str(error)) < 10_000
+    assert not any(piece.any() for target in targets for piece in target.pieces)
+
+
+def test_a_cut_text_tells_expressions_apart_as_a_whole_one_does() -> None:
+    def variants(last: str) -> list[Recipe]:
+        long = [stored("a" * 40)] * 3
+        ends = [stored(last), stored(last).T, stored(last)[0:1], stored(last).cast("float16"), *split(stored(last), 2)]
+        return [concat(*long, end, axis=axis) for end in ends for axis in (0, 1)]
+
+    texts = [distinct_text(one, 50) for last in "bc" for one in variants(last)]
+    assert len(set(texts)) == len(texts) == 24
+    assert texts[:12] == [distinct_text(one, 50) for one in variants("b")]
+    assert distinct_text(stored("b").T, 50) == "stored('b').T"
 
 
 def test_ranks_have_tensors_of_their_own_from_where_they_say(tmp_path: Path) -> None:
