@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ..files.metadata import Metadata
 from ..tree.paths import WILDCARD, containers_of, join, plain_key
 
-__all__ = ["OWN_KEY", "apply", "matched", "matcher", "path_of_key", "unmatched_text"]
+__all__ = ["LEFT_OUT", "OWN_KEY", "apply", "matched", "matcher", "path_of_key", "unmatched_text"]
 
 OWN_KEY = "what is stored under its own key"
 """What a wanted tensor is, in words, if nothing else is said of it."""
+LEFT_OUT = "nothing, for key_map leaves it as it is"
+"""The same of one for which a key_map has None."""
 
 KeyMap = Mapping[str, "str | None"] | Callable[[str], "str | None"]
 

@@ -339,7 +339,8 @@ def _check_same_sources(wanted: Mapping[int, WantedPaths]) -> None:
     for path in sorted(elsewhere):
         said: dict[str, list[int]] = {}
         for rank, paths in wanted.items():
-            if path in paths.instead or (not paths.moved and not paths.made and path in paths.tensors):
+            says_nothing = not (paths.moved or paths.made or paths.instead)
+            if path in paths.instead or (says_nothing and path in paths.tensors):
                 said.setdefault(paths.instead.get(path, OWN_KEY), []).append(rank)
         if len(said) > 1:
             lines.append(f"{plain_key(path)}: {'; '.join(f'rank {ranks[0]}: {what}' for what, ranks in said.items())}")

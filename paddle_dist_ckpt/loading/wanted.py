@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,7 @@ class WantedState:
         has_objects: Whether there are objects to be given their states in the end.
         complete: The flat keys of objects of which nothing that is stored may be left.
         kept: The paths of tensors that are left as they are, and for which something may be stored.
+        spared: The tensors that the key_map says are left as they are, but for those that are no tensors to a load.
         key_map: Whether each key of the key_map matches something, if that is a mapping.
         own: The values of its own that this rank has now, by path.
         left_own: Those of them that are left as they are, which an object is given back with what is stored for it.
@@ -67,6 +68,7 @@ class WantedState:
     has_objects: bool = False
     complete: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    spared: LocalTensors = field(default_factory=LocalTensors)
     key_map: dict[str, bool] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     left_own: dict[str, Any] = field(default_factory=dict)
@@ -80,17 +82,15 @@ class WantedState:
 
         Of a tensor of which a rank has no elements it says nothing. Plain tensors are each rank's own.
         """
-        if not self.moved and not self.made.recipes:
+        if not self.moved and not self.made.recipes and not self.spared.paths:
             return {}
-        tensors, found = self.tensors, dict[str, str]()
-        for path, number in zip(tensors.paths, tensors.geometry, strict=True):
-            geometry = tensors.geometries[number]
-            if not geometry.plain and any(0 not in shard.box.shape for shard in geometry.shards):
-                key, filled = self.moved.get(path), self.made.recipes.get(path)
-                if filled is not None:
-                    found[path] = distinct_text(filled.recipe, _LONGEST_TEXT)
-                else:
-                    found[path] = key_map.OWN_KEY if key is None else f"stored({key!r})"
+        found = dict.fromkeys(_distributed(self.spared), key_map.LEFT_OUT)
+        for path in _distributed(self.tensors):
+            key, filled = self.moved.get(path), self.made.recipes.get(path)
+            if filled is not None:
+                found[path] = distinct_text(filled.recipe, _LONGEST_TEXT)
+            else:
+                found[path] = key_map.OWN_KEY if key is None else f"stored({key!r})"
         return found
 
     def choose_own(self, answer: LoadAnswer, rank: int, ranks: tuple[int, ...], choice: str) -> set[str]:
@@ -139,6 +139,8 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
     asked, values = _to_fill(leaves, skipped, objects, free)
     refused = wanted.tensors.look_at(asked, values, adapter)
     wanted.problems += [Mismatch(plain_key(path), text) for path, text in refused.items()]
+    left = {path: value for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True) if path in skipped}
+    wanted.spared.look_at(list(left), list(left.values()), adapter)
     if arranger is not None:
         corners = {path: arranger.corner(value) for path, value in zip(asked, values, strict=True)}
         for path, number in zip(wanted.tensors.paths, wanted.tensors.geometry, strict=True):
@@ -156,6 +158,14 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
     }
     wanted.may_be_missing = key_map.matcher(options.allow_missing)
     return wanted
+
+
+def _distributed(tensors: LocalTensors) -> Iterator[str]:
+    """The paths of distributed tensors of which this rank has elements."""
+    for path, number in zip(tensors.paths, tensors.geometry, strict=True):
+        geometry = tensors.geometries[number]
+        if not geometry.plain and any(0 not in shard.box.shape for shard in geometry.shards):
+            yield path
 
 
 def _flat_keys(leaves: Leaves, free: Set[str]) -> dict[str, str]:

@@ -714,6 +714,39 @@ def test_parts_of_one_tensor_are_never_of_two(tmp_path: Path, key: str, options:
     assert not any(piece.any() for target in targets for piece in target.pieces)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("others", [{}, {"n": "m"}, {"q": "k"}, {"n": None}])
+def test_a_part_is_not_left_as_it_is_where_other_ranks_load_theirs(
+    tmp_path: Path, rank: int, others: dict[str, str | None]
+) -> None:
+    state = {"q": make_array((8, 6), seed=1), "k": make_array((8, 6), seed=2), "n": np.ones(2), "m": np.ones(2)}
+    save_on([state], tmp_path)
+    key_maps: list[dict[str, str | None]] = [others, others]
+    key_maps[rank] = {"q": None}
+    targets = [{"q": part, "n": np.zeros(2)} for part in split_rows(np.zeros((8, 6), np.float32), 2, False)]
+    loaded = run_ranks(
+        2,
+        lambda one: one.load(
+            targets[one.rank], tmp_path, None, LoadOptions(timeout=60, key_map=key_maps[one.rank] or None)
+        ),
+    )
+    for error in errors_of(loaded, ValueError):
+        assert f"rank {rank}: nothing, for key_map leaves it as it is" in str(error)
+    assert not any(piece.any() for target in targets for piece in target["q"].pieces)
+
+
+def test_a_tensor_that_all_ranks_leave_as_it_is_stays_whatever_else_they_load(tmp_path: Path) -> None:
+    save_on([{"q": make_array((8, 6), seed=1), "k": make_array((8, 6), seed=2)}], tmp_path)
+    parts = split_rows(np.zeros((8, 6), np.float32), 2, False)
+    targets = [{"q": part, f"own{rank}": np.zeros((8, 6), np.float32)} for rank, part in enumerate(parts)]
+    key_maps: list[dict[str, str | None]] = [{"q": None, f"own{rank}": key} for rank, key in enumerate("qk")]
+    all_ok(
+        run_ranks(2, lambda one: one.load(targets[one.rank], tmp_path, None, LoadOptions(key_map=key_maps[one.rank])))
+    )
+    assert all(target[f"own{rank}"].any() for rank, target in enumerate(targets))
+    assert not any(piece.any() for part in parts for piece in part.pieces)
+
+
 def test_recipes_of_one_tensor_that_differ_only_at_the_end_of_a_very_long_text_are_not_mixed(tmp_path: Path) -> None:
     save_on([{"q": make_array((8, 6), seed=1), "k": make_array((8, 6), seed=2)}], tmp_path)
     targets, nothing = split_rows(np.zeros((8, 6), np.float32), 2, False), [stored("q")[0:0]] * 6000
