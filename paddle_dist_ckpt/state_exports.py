@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from .control.ranks import Ranks
+from .core.messages import encode
 from .core.parts import SourceTensor
-from .exporting.export import check_free
+from .exporting.export import check_free, check_same_export
 from .exporting.formats import ExportRequest
 from .files.metadata import Metadata
 from .folder.checkpoint import read_checkpoint
@@ -23,7 +24,7 @@ from .loading.stored_tensors import stored_tensors
 from .options import LoadOptions, SaveOptions
 from .reports import ExportReport
 from .storage import bounded_folders
-from .wiring import arranger_of, export_with, load_with, paddles, save_with, source_of
+from .wiring import arranger_of, comparable, export_with, load_with, paddles, save_with, source_of
 
 __all__ = ["export_filled_with", "export_state_with"]
 
@@ -96,16 +97,17 @@ def export_filled_with(
 def _read_together(
     ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions
 ) -> tuple[Metadata, str, Sequence[int], int]:
-    """What the checkpoint holds, which each rank reads for itself, when the place of the export is known to be free;
-    with its folder, the ranks that take part, and the coordinator."""
+    """What the checkpoint holds, which each rank reads for itself, when the place of the export is known to be free and
+    all ranks to ask for the same; with its folder, the ranks that take part, and the coordinator."""
     found: list[tuple[Metadata, str]] = []
 
     def read() -> bytes:
         with source_of(path, options, ranks.rank) as storage:
             found.append((read_checkpoint(storage, request.unique_id), storage.location))
-        return b""
+        return encode(comparable(request, options))
 
     def check(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        check_same_export(messages, session.coordinator)
         check_free(request, folders)
         return dict.fromkeys(messages, b"")
 

@@ -40,6 +40,7 @@ __all__ = [
     "arranger_of",
     "check_bool",
     "checked_id",
+    "comparable",
     "connected",
     "enter_with",
     "export_with",
@@ -241,9 +242,14 @@ def load_whole(
         )
 
 
+def comparable(request: ExportRequest, options: LoadOptions) -> ExportRequest:
+    """The request with that by which ranks can tell whether they ask for the same to be made."""
+    return msgspec.structs.replace(request, made=_digest_of_rules(options))
+
+
 def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions) -> ExportReport:
     """Export a checkpoint together with other ranks. See :func:`paddle_dist_ckpt.export`."""
-    request = msgspec.structs.replace(request, made=_digest_of_rules(options))
+    request = comparable(request, options)
     with (
         ranks.session("export", options.timeout) as made,
         made as session,

@@ -40,7 +40,7 @@ from ..storage.local import give_name, rename
 from .formats import FORMATS, Choose, ExportPlan, ExportRequest, plan_export
 from .stream import write_files
 
-__all__ = ["check_free", "export_checkpoint"]
+__all__ = ["check_free", "check_same_export", "export_checkpoint"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
@@ -138,11 +138,8 @@ class _Coordinator:
 
     def begin(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``begin``: plan, which raises what the format cannot hold, and make the hidden folder."""
-        ours = messages[self._session.coordinator]
-        for rank, theirs in messages.items():
-            if theirs != ours:
-                raise ValueError(f"rank {rank} and rank {self._session.coordinator} ask for different exports")
-        self._request = decode(ours, ExportRequest)
+        check_same_export(messages, self._session.coordinator)
+        self._request = decode(messages[self._session.coordinator], ExportRequest)
         out = Path(self._request.out)
         check_free(self._request, self._folders)
         metadata = self._plan()
@@ -233,6 +230,21 @@ def _be_as(empty: Path, folder: Path) -> None:
 
 def _warn_of_late(out: Path) -> None:
     _logger.warning("%s is published after all, long after that was given up", out)
+
+
+def check_same_export(requests: Mapping[int, bytes], coordinator: int) -> None:
+    """All ranks must ask for the same.
+
+    Args:
+        requests: The encoded :class:`ExportRequest` of each.
+        coordinator: The rank with which the others are compared.
+
+    Raises:
+        ValueError: they do not.
+    """
+    for rank, theirs in requests.items():
+        if theirs != requests[coordinator]:
+            raise ValueError(f"rank {rank} and rank {coordinator} ask for different exports")
 
 
 def check_free(request: ExportRequest, folders: Folders) -> None:

@@ -10,9 +10,21 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, export, export_state_dict, load_merged_state_dict, stored, verify
+from paddle_dist_ckpt import (
+    ExportReport,
+    LoadOptions,
+    Recipe,
+    export,
+    export_state_dict,
+    load_merged_state_dict,
+    stored,
+    verify,
+)
+from paddle_dist_ckpt.export_calls import export_request
+from paddle_dist_ckpt.state_exports import export_filled_with
+from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from test.exporting.test_safetensors import opened
-from test.jobs import save_alone
+from test.jobs import all_ok, errors_of, save_alone
 from test.paddle import cases_export as cases
 from test.paddle.versions import LATER_THAN_3_0, lacks
 from test.ranks.fresh import FreshRanks, logs_of
@@ -121,3 +133,30 @@ def test_options_that_would_change_what_is_written_are_refused(tmp_path: Path, o
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match=r"load_merged_state_dict does not use LoadOptions\("):
         load_merged_state_dict(tmp_path / "ckpt", options=options)
+
+
+@pytest.mark.parametrize(
+    ("keys", "recipes"),
+    [
+        (["abc", "ab"], [{}, {}]),
+        (["abc", "abc"], [{"a": stored("b"), "b": stored("c")}, {"a": stored("b"), "b": stored("a")}]),
+        (["abc", "abc"], [{"a": stored("c").T.T}, {"a": stored("c")}]),
+    ],
+    ids=["keys", "recipes", "the same otherwise"],
+)
+def test_ranks_that_ask_for_different_merges_write_none(
+    tmp_path: Path, keys: list[str], recipes: list[dict[str, Recipe]]
+) -> None:
+    """Each of which fills some of the tensors, and knows of its own alone."""
+    save_alone({key: np.full((2, 2), i, "float32") for i, key in enumerate("abc")}, tmp_path / "c")
+
+    def merge(rank: SimulatedRank) -> ExportReport:
+        request = export_request(tmp_path / "out", keys=list(keys[rank.rank]))
+        loading = LoadOptions(timeout=60, recipes=recipes[rank.rank])
+        return export_filled_with(rank.connection, tmp_path / "c", request, loading, False)
+
+    for error in errors_of(run_ranks(2, merge), ValueError):
+        assert str(error) == "rank 1 and rank 0 ask for different exports"
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    keys[1], recipes[1] = keys[0], recipes[0]
+    assert [report.tensors for report in all_ok(run_ranks(2, merge))] == [3, 3]
