@@ -260,7 +260,7 @@ def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOp
         arranger = arranger_for(options, arranger_of(options))
 
         def choose_all(metadata: Metadata) -> Chosen:
-            return choose(metadata, storage.location, request.selection, arranger, bool(options.strict))
+            return choose(metadata, storage.location, request.selection, arranger, options.strict)
 
         return export_checkpoint(session, storage, request, choose_all, options.progress, folders)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Literal
 
 from ..core.messages import counted
 from ..core.parts import Arranged, SourceTensor
@@ -15,6 +16,7 @@ from ..tree.paths import is_own, join
 from ..visible import each_visible
 from .answering import Answering
 from .making import RecipeArranger, is_itself
+from .mismatches import idle_text
 from .stored_tensors import stored_tensors
 
 __all__ = ["choose"]
@@ -23,7 +25,11 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 
 
 def choose(
-    metadata: Metadata, location: str, selection: Selection, arranger: RecipeArranger | None, strict: bool
+    metadata: Metadata,
+    location: str,
+    selection: Selection,
+    arranger: RecipeArranger | None,
+    strict: bool | Literal["all"],
 ) -> Chosen:
     """Choose what is handed on of a checkpoint.
 
@@ -32,7 +38,8 @@ def choose(
         location: Its folder.
         selection: Which part; of what is made, by the keys that it is made for.
         arranger: What is made of its tensors; None if they stay as they are.
-        strict: Whether recipes that do not fit are an error; if not, what they make is left out, with a warning.
+        strict: Whether recipes that do not fit are an error; if not, what they make is left out, with a warning. With
+            ``"all"``, statements that change nothing are errors too.
 
     Raises:
         StateDictMismatchError: recipes and the checkpoint do not fit together.
@@ -42,10 +49,15 @@ def choose(
         return Chosen(select(metadata, selection), {}, {})
     stored = stored_tensors(metadata)
     made, _, problems = arranger.make(stored, Answering(metadata, [], {}).what_is)
+    advice = "LoadOptions(strict=False) loads what fits"
+    if strict == "all":
+        idle = arranger.idle(stored, None)
+        problems = [*problems, *map(idle_text, idle)]
+        advice += "; strict=True lets statements change nothing" * bool(idle)
     if problems and strict:
         text = f"checkpoint {metadata.unique_id} in {location} does not fit the recipes"
         lines = [f"{text}; {counted(len(problems), 'problem')}:", *each_visible(problems)]
-        raise StateDictMismatchError("\n".join([*lines, "(LoadOptions(strict=False) loads what fits)"]), problems)
+        raise StateDictMismatchError("\n".join([*lines, f"({advice})"]), problems)
     for problem in problems:
         _logger.warning("left out: %s", problem)
     return _chosen(metadata, stored, made, selection)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from ..control import NoTransport, SoloHub
 from ..core.dtypes import DType, arithmetic_dtype
@@ -56,7 +56,7 @@ def load_merged(
 
     def scan() -> Leaves:
         nonlocal metadata, chosen, leaves
-        metadata, chosen = _choose(storage, unique_id, selection, arranger, bool(options.strict), restarts)
+        metadata, chosen = _choose(storage, unique_id, selection, arranger, options.strict, restarts)
         leaves = Leaves()  # those of the try before are free now
         _add_leaves(leaves, metadata, chosen, adapter.empty)
         return leaves
@@ -82,7 +82,7 @@ def _choose(
     unique_id: int | None,
     selection: Selection,
     arranger: RecipeArranger | None,
-    strict: bool,
+    strict: bool | Literal["all"],
     restarts: Restarts,
 ) -> tuple[Metadata, Chosen]:
     """Read what a checkpoint holds, and choose what is loaded of it; anew if it is replaced meanwhile.

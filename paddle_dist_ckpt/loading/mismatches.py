@@ -24,7 +24,7 @@ from .messages import Mismatch, WantedPaths
 from .recipes import with_hint
 from .wording import MEANT, MISSING, NEEDED, NO_ENTRY, TRANSPOSE
 
-__all__ = ["NOT_YET", "MismatchCheck", "some_of"]
+__all__ = ["NOT_YET", "MismatchCheck", "idle_text", "some_of"]
 
 NOT_YET = "the object there, whose class has its own state_dict(), has no such entry"
 _MOST = 5  # statements, or keys of a key_map, in a warning
@@ -165,8 +165,13 @@ class MismatchCheck:
             return []
         said, allowed = {problem.key for problem in problems}, matcher(self.options.allow_unused)
         lines = [f"{key}: stored, but nothing asks for it" for key in unused if key not in said and not allowed(key)]
-        lines += [f"aoa_config: {one.text!r} changes nothing: {one.reason}" for one in idle]
+        lines += map(idle_text, idle)
         return lines + [f"key_map: {text}" for text in self.unmatched]
+
+
+def idle_text(statement: IdleStatement) -> str:
+    """That a statement changes nothing, in words."""
+    return f"aoa_config: {statement.text!r} changes nothing: {statement.reason}"
 
 
 def some_of(texts: Iterable[str]) -> str:

@@ -642,6 +642,24 @@ def test_whole_tensors_of_everything(tmp_path: Path) -> None:
         assert_same(to_array(exported[key]), np.ascontiguousarray(array))
 
 
+def test_statements_that_change_nothing_are_errors_for_whole_tensors_too_if_nothing_may_be_idle(tmp_path: Path) -> None:
+    save_state_dict({"a": paddle.ones([2, 3]), "b": paddle.zeros([2, 3])}, tmp_path / "saved")
+    config = {"aoa_statements": ["a -> b", "l.$LAYER_ID.q -> l.$LAYER_ID.k"]}
+    options = LoadOptions(aoa_config=config, strict="all")
+    problem = "aoa_config: 'l.$LAYER_ID.q -> l.$LAYER_ID.k' changes nothing: no stored tensor is like it"
+    for call in (
+        lambda: load_merged_state_dict(tmp_path / "saved", options=options),
+        lambda: export(tmp_path / "saved", tmp_path / "out", options=options),
+    ):
+        with pytest.raises(StateDictMismatchError) as raised:
+            call()
+        assert list(raised.value.problems) == [problem]
+        assert "strict=True lets statements change nothing" in str(raised.value)
+    all_in_use = LoadOptions(aoa_config={"aoa_statements": ["a -> b"]}, strict="all")
+    assert set(load_merged_state_dict(tmp_path / "saved", options=all_in_use)) == {"b"}
+    assert export(tmp_path / "saved", tmp_path / "out", options=all_in_use).tensors == 1
+
+
 # -- whole tensors, as safetensors -------------------------------------------------------------------------------------
 
 
