@@ -24,7 +24,7 @@ from typing import Any, cast
 import msgspec
 import xxhash
 
-from ..control.rounds import only_on
+from ..control.rounds import check_same, only_on
 from ..core.buffers import Buffers
 from ..core.local_tensors import LocalTensors
 from ..core.memory import Bytes1D
@@ -104,11 +104,12 @@ def present(
         session: The ranks.
         transport: For addends of partial tensors.
         adapter: Makes the tensors accessible.
-        check_replicas: See :class:`paddle_dist_ckpt.SaveOptions`.
+        check_replicas: See :class:`paddle_dist_ckpt.SaveOptions`; the same on every rank.
         filled: What will be filled with it on this rank.
 
     Raises:
         UnsupportedValueError: see :func:`paddle_dist_ckpt.save_state_dict`.
+        ValueError: ranks passed different ``check_replicas``.
     """
     storage = _PresentStorage(session.rank)
     coordinator = _PresentCoordinator(session, check_replicas, adapter) if session.rank == session.coordinator else None
@@ -118,7 +119,7 @@ def present(
         state = describe(find(), adapter, session.rank)
         described.append(state if filled is None else set_apart(state, filled.tensors(), filled.renamed))
         compare = check_replicas != "off" and len(session.ranks) > 1
-        return encode(_request(described[0], storage.identity(), compare))
+        return encode(_request(described[0], storage.identity(), compare, check_replicas))
 
     order = decode(session.gather_scatter("plan", request, only_on(coordinator, _PresentCoordinator.plan)), PlanAnswer)
     (state,) = described
@@ -137,7 +138,7 @@ def present(
     return _Presented(cast(Storage, storage), coordinator.metadata if coordinator is not None else None, state)
 
 
-def _request(state: LocalState, folder: FolderIdentity, compare: bool) -> SaveRequest:
+def _request(state: LocalState, folder: FolderIdentity, compare: bool, check_replicas: str) -> SaveRequest:
     structure = state.structure()
     return SaveRequest(
         unique_id=0,
@@ -149,6 +150,7 @@ def _request(state: LocalState, folder: FolderIdentity, compare: bool) -> SaveRe
         digests=digests_of(state) if compare else b"",
         values=state.records(),
         user_metadata=None,
+        check_replicas=check_replicas,
     )
 
 
@@ -184,6 +186,8 @@ class _PresentCoordinator:
     def plan(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``plan``."""
         requests = {rank: decode(data, SaveRequest) for rank, data in messages.items()}
+        passed = {rank: (request.check_replicas,) for rank, request in requests.items()}
+        check_same(["check_replicas"], passed, self._session.coordinator)
         structures = {rank: one.structure for rank, one in requests.items() if one.structure is not None}
         state, shards = merge_structures(structures, self._session.coordinator)
         contents = merge_contents(state, requests)

@@ -16,6 +16,7 @@ from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, UnsupportedValueError
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
+from paddle_dist_ckpt.saving.present import present
 from paddle_dist_ckpt.testing import NumpyAdapter, ShardedArray, SimulatedRank, run_ranks
 from test.jobs import (
     alike,
@@ -184,3 +185,14 @@ def test_far_more_containers_than_keys_speak_of_are_refused(tmp_path: Path, monk
     with pytest.raises(CheckpointError, match="1 tensors and values are in far more dicts or lists of short keys"):
         save_alone({"a": {"b": {"c": {"d": 1}}}}, tmp_path)
     assert list_checkpoints(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("checks", [("error", "off"), ("off", "error"), ("warn", "error")])
+def test_what_ranks_present_is_not_taken_for_replicas_by_different_rules(checks: tuple[str, str]) -> None:
+    def offer(rank: SimulatedRank) -> Any:
+        with rank.hub.session("gather_state_dict", 60) as session:
+            state = {"a": np.full(3, rank.rank)}
+            return present(lambda: state, session, rank.transport, NumpyAdapter(), checks[rank.rank])
+
+    for error in errors_of(run_ranks(2, offer), ValueError):
+        assert f"rank 1 passed check_replicas={checks[1]!r}, rank 0 check_replicas={checks[0]!r}" in str(error)
