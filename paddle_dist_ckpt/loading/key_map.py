@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ..files.metadata import Metadata
 from ..tree.paths import WILDCARD, containers_of, join, plain_key
 
-__all__ = ["LEFT_OUT", "OWN_KEY", "apply", "matched", "matcher", "path_of_key", "unmatched_text"]
+__all__ = ["LEFT_OUT", "OWN_KEY", "apply", "leaves_alone", "matched", "matcher", "path_of_key", "unmatched_text"]
 
 OWN_KEY = "what is stored under its own key"
 """What a wanted tensor is, in words, if nothing else is said of it."""
@@ -64,6 +64,13 @@ def matched(key_map: KeyMap | None, keys: Iterable[str]) -> dict[str, bool]:
                 found[key[:end]] = True
             end = key.rfind(".", 0, end)
     return found
+
+
+def leaves_alone(key_map: KeyMap | None, key: str) -> bool:
+    """Whether a mapping says nothing of a flat key, nor of any key below it. Of a function it is not known; it may."""
+    if not isinstance(key_map, Mapping):
+        return True
+    return not any(f"{one}.".startswith(f"{key}.") or key.startswith(f"{one}.") for one in key_map)
 
 
 def unmatched_text(entry: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,7 +149,11 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
     _add_others(wanted, leaves, adapter)
     if as_stored:
         wanted.complete = [plain_key(path) for path, one in objects.items() if adapter.is_defined_by_user(one.value)]
-        wanted.frozen = _frozen(leaves, adapter)
+    wanted.frozen = [
+        (path, parameter)
+        for path, parameter in _frozen(leaves, adapter)
+        if key_map.leaves_alone(options.key_map, plain_key(path)) and not _any_below(path, (*moved, *skipped))
+    ]
     wanted.values.update((path, "object") for path in free if path not in skipped)
     wanted.needed = {
         path: [key for key in one.state if isinstance(key, str)]
@@ -208,6 +212,10 @@ def _add_others(wanted: WantedState, leaves: Leaves, adapter: Adapter) -> None:
     if leaves.kept:
         wanted.kept = list(leaves.kept)
         wanted.others.update(zip(leaves.kept, adapter.names(list(leaves.kept.values())), strict=True))
+
+
+def _any_below(container: str, paths: Iterable[str]) -> bool:
+    return any(path.startswith(f"{container}/") for path in paths)
 
 
 def _frozen(leaves: Leaves, adapter: Adapter) -> list[tuple[str, str]]:

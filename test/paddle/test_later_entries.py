@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, StateDictMismatchError, load_state_dict, save_state_dict
+from paddle_dist_ckpt import LoadOptions, StateDictMismatchError, load_state_dict, save_state_dict, stored
 
 
 class Average(paddle.nn.Layer):
@@ -188,6 +188,31 @@ def test_what_is_kept_for_parameters_that_are_frozen_now_is_loaded_if_it_is_stor
     for parameter in again["model"][0].parameters():
         parameter.stop_gradient = False
     assert _steps(again, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "made"),
+    [
+        ({"key_map": {}}, True),
+        ({"key_map": {"step": None}}, True),
+        ({"key_map": {"step": "count", "op": "optimizer"}}, True),
+        ({"key_map": lambda key: None if key == "step" else key}, True),
+        ({"recipes": {"step": stored("count")}}, True),
+        ({"key_map": {"opt": None}}, False),
+        ({"key_map": {"opt.0.weight": None}}, False),
+        ({"key_map": lambda key: None if key.startswith("opt") else key}, False),
+    ],
+)
+def test_options_that_are_about_something_else_leave_nothing_of_what_is_kept_for_frozen_parameters(
+    tmp_path: Path, more: dict[str, Any], made: bool
+) -> None:
+    first = _frozen_job(False)
+    _steps(first, 2)
+    save_state_dict({**first, "step": paddle.ones([1]), "count": paddle.ones([1])}, tmp_path)
+    again = _frozen_job(True)
+    report = load_state_dict({**again, "step": paddle.zeros([1])}, tmp_path, options=LoadOptions(**more))
+    assert len(again["opt"]._accumulators.get("moment1", ())) == (4 if made else 2)
+    assert ("opt.0.weight.moment1" not in report.unused_keys) == made
 
 
 def test_nothing_is_made_for_frozen_parameters_of_which_nothing_is_stored(tmp_path: Path) -> None:
