@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from ..control.session import Ending
 from ..core.protocols import ControlSession
@@ -378,7 +378,7 @@ class CheckpointManager:
         Args:
             state: What :func:`paddle_dist_ckpt.load_state_dict` takes.
             step: Which step; None for the latest.
-            options: How to load.
+            options: How to load. With ``no_dist`` in a job of several ranks it is refused, for they restore together.
             path: Load a checkpoint from elsewhere instead of a step, of any format that can be loaded.
 
         Returns:
@@ -388,10 +388,12 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no such step.
             CheckpointError: a step that may be the latest cannot be read, or is in the folder of another rank alone;
                 and see load_state_dict.
+            ValueError: an argument is invalid.
         """
         separate = self._options.separate_folders
         options = checked("options", options, LoadOptions) or LoadOptions(separate_folders=separate)
-        find = paddles(self._ranks, state, options.staging_bytes)
+        alone = options.no_dist and self._ranks.count > 1
+        find = paddles(self._ranks, state, options.staging_bytes, _refuse_alone if alone else lambda: None)
         if path is not None:
             if step is not None:
                 raise ValueError("restore takes a step or a path, not both")
@@ -490,3 +492,11 @@ class CheckpointManager:
 
     def _session(self, what: str) -> Ending:
         return self._ranks.session(what, self._options.timeout)
+
+
+def _refuse_alone() -> NoReturn:
+    """Called where the other ranks hear of it."""
+    raise ValueError(
+        "the ranks of a manager restore together, so LoadOptions(no_dist=True) has no effect; load_state_dict(state, "
+        "path, options=...) of a step's folder loads on one rank alone"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import os
@@ -25,6 +26,7 @@ from paddle_dist_ckpt import (
     CheckpointNotFoundError,
     CheckpointTimeoutError,
     DurabilityUnknownError,
+    LoadOptions,
     LocalStorage,
     SaveOptions,
     SaveReport,
@@ -38,7 +40,8 @@ from paddle_dist_ckpt.manager.retention import Retention
 from paddle_dist_ckpt.manager.steps import Steps, remove_step
 from paddle_dist_ckpt.saving.save_coordinator import SaveCoordinator
 from paddle_dist_ckpt.storage import Folders
-from paddle_dist_ckpt.testing import FaultyStorage
+from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
+from test.jobs import errors_of
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
 from test.readers.golden import GOLDEN, expected_arrays
@@ -753,6 +756,31 @@ def test_bad_metrics(tmp_path: Path, bad: Any) -> None:
         with pytest.raises(TypeError, match="options must be LoadOptions"):
             steps.restore(numbers(0), options=SaveOptions())  # type: ignore[arg-type]
         assert steps.all_steps() == []
+
+
+@pytest.mark.parametrize("given", [[True, True], [False, True]], ids=str)
+def test_a_restore_of_several_ranks_does_not_take_an_option_to_be_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[bool]
+) -> None:
+    own = threading.local()
+    monkeypatch.setattr(manager_module, "connected", lambda *_: own.ranks)
+    states = [numbers(0), numbers(0)]
+
+    def restore(rank: SimulatedRank) -> None:
+        own.ranks = dataclasses.replace(rank.connection, count=2)
+        with CheckpointManager(tmp_path, async_save=False, options=SaveOptions(timeout=60)) as steps:
+            steps.save(3, numbers(3))
+            steps.restore(states[rank.rank], options=LoadOptions(timeout=60, no_dist=given[rank.rank]))
+
+    for error in errors_of(run_ranks(2, restore), ValueError):
+        assert "the ranks of a manager restore together" in str(error)
+    assert all(state["step"] == 0 and not state["x"].any() for state in states)
+
+
+def test_who_is_alone_may_say_so(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, async_save=False) as steps:
+        steps.save(3, numbers(3))
+        assert steps.restore(numbers(0), options=LoadOptions(no_dist=True)) == 3
 
 
 def test_a_metric_of_several_elements_is_refused_whatever_holds_it(tmp_path: Path) -> None:
