@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from .loading.merged import load_merged
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
 from .options import LoadOptions, SaveOptions, as_integer, check_timeout, checked
-from .recipes import Recipe, fold
+from .recipes import distinct_text
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .saving.save import After, save
@@ -55,6 +55,7 @@ __all__ = [
     "source_of",
 ]
 
+_LONGEST_TEXT = 1000  # of a recipe that is compared with those of other ranks, before its digest
 Options = TypeVar("Options", SaveOptions, LoadOptions)
 Find = Callable[[], tuple[dict[Any, Any], Adapter]]
 """Finds the state_dict, and what makes its tensors accessible; called when other ranks will hear of what it raises."""
@@ -205,15 +206,9 @@ def arranger_of(options: LoadOptions) -> Arranger | None:
 
 def _digest_of_rules(options: LoadOptions) -> str:
     """By which ranks can tell whether they ask for the same to be made."""
-
-    def digest(text: str) -> str:
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-    def digest_of(one: Recipe, inner: Sequence[str]) -> str:
-        return digest(one.text(inner))  # of digests, for the text of all that it is made of may be as long as you like
-
-    recipes = [(key, fold(recipe, digest_of)) for key, recipe in (options.recipes or {}).items()]
-    return digest(repr((recipes, options.aoa_config)) if recipes or options.aoa_config else "")
+    recipes = [(key, distinct_text(recipe, _LONGEST_TEXT)) for key, recipe in (options.recipes or {}).items()]
+    rules = repr((recipes, options.aoa_config)) if recipes or options.aoa_config else ""
+    return hashlib.sha256(rules.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def load_whole(
