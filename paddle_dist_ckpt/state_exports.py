@@ -17,6 +17,7 @@ from .core.parts import SourceTensor
 from .exporting.export import check_free, check_same_export
 from .exporting.formats import ExportRequest
 from .files.metadata import Metadata
+from .files.names import DEFAULT_SUFFIX
 from .folder.checkpoint import read_checkpoint
 from .folder.hidden import HiddenFolder
 from .loading.staging import piece_bytes
@@ -38,6 +39,8 @@ def export_state_with(
 
     ``source`` is the folder that it was loaded from, if it was.
     """
+    suffix = options.data_suffix or DEFAULT_SUFFIX
+    request = msgspec.structs.replace(request, block_bytes=options.block_bytes, data_suffix=suffix)
     with _hidden_folder(ranks, request, options, source) as hidden:
         save_with(ranks, paddles(ranks, state_dict), hidden, 0, False, options)
         return export_with(ranks, hidden, request, LoadOptions(**_shared(options)))

@@ -32,7 +32,6 @@ from ..files.metadata import FileInfo, Metadata, SaveInfo
 from ..files.names import metadata_name, temporary_name
 from ..folder.checkpoint import Restarts, read_checkpoint
 from ..folder.hidden import HiddenFolder, is_seen
-from ..options import SaveOptions
 from ..reports import ExportReport, Stopwatch
 from ..storage import Folders
 from ..storage.base import Storage
@@ -154,7 +153,8 @@ class _Coordinator:
         while True:
             metadata = read_checkpoint(self._source, self._request.unique_id)
             # PerRank values speak of the ranks that have saved.
-            self._save = SaveInfo.of_now(secrets.token_hex(8), metadata.world_size, SaveOptions().block_bytes, None)
+            block_bytes = self._request.block_bytes
+            self._save = SaveInfo.of_now(secrets.token_hex(8), metadata.world_size, block_bytes, None)
             try:
                 ranks = len(self._session.ranks)
                 self.plan = plan_export(self._source, metadata, self._request, self._choose, ranks, self._save)

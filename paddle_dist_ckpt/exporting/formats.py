@@ -16,10 +16,12 @@ from ..core.messages import prepare
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..files.metadata import Metadata, SaveInfo
+from ..files.names import DEFAULT_SUFFIX
 from ..files.room import check_values_fit, is_too_much
 from ..folder.checkpoint import check_sizes
 from ..folder.selection import Chosen, Selection, unread
 from ..folder.stored_values import read_json, read_values
+from ..options import SaveOptions
 from ..storage.base import Storage
 from ..tree.paths import flat_keys
 from ..tree.values import from_jsonable
@@ -47,6 +49,8 @@ class ExportRequest(msgspec.Struct, frozen=True):
         max_shard_bytes: The most bytes of tensors in a file, if there are several.
         stem: What the names of safetensors files begin with.
         made: A digest of what tensors are made of, by which ranks are compared.
+        block_bytes: For this library's own format, see :class:`paddle_dist_ckpt.SaveOptions`, as for the next.
+        data_suffix: How the names of data files end there.
     """
 
     out: str
@@ -58,6 +62,8 @@ class ExportRequest(msgspec.Struct, frozen=True):
     max_shard_bytes: int
     stem: str = "model"
     made: str = ""
+    block_bytes: int = SaveOptions().block_bytes
+    data_suffix: str = DEFAULT_SUFFIX
 
     @property
     def selection(self) -> Selection:
@@ -221,7 +227,8 @@ def _pdparams(chosen: _Selected, job: _Job) -> ExportPlan:
 
 
 def _native(chosen: _Selected, job: _Job) -> ExportPlan:
-    new = NewCheckpoint(job.request.max_shard_bytes, job.ranks, job.save, job.metadata.user_tree)
+    most, suffix = job.request.max_shard_bytes, job.request.data_suffix
+    new = NewCheckpoint(most, job.ranks, job.save, job.metadata.user_tree, suffix)
     files, draft = plan_native([*chosen.tensors, *chosen.large], chosen.values, new)
     _check_values(job, files, draft)
     shares = [[i for i, file in enumerate(files) if file.own and file.own.info.rank == r] for r in range(job.ranks)]

@@ -16,7 +16,7 @@ from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..files.codec import NO_DIGEST, VERSION, decode_metadata, encode_metadata, table_to_record
 from ..files.datafile import FORMAT, DataFileInfo, EntryKind, FileLayout, FileTable, escaped_key, split_in_parts
 from ..files.metadata import INLINE_BYTES, INLINE_TOTAL_BYTES, FileInfo, Metadata, SaveInfo, save_members
-from ..files.names import data_file_name, metadata_name
+from ..files.names import DEFAULT_SUFFIX, data_file_name, metadata_name
 from ..tree.paths import flat_keys
 from .plan import ExportFile, ExportTensor, OwnHeader, divide_files, fill_files
 
@@ -33,12 +33,14 @@ class NewCheckpoint(NamedTuple):
         ranks: How many ranks write. Each has files of its own, if there are enough tensors.
         save: What all files say of the checkpoint.
         user_tree: See :class:`Metadata`.
+        suffix: How the names of data files end.
     """
 
     most: int
     ranks: int
     save: SaveInfo
     user_tree: Any
+    suffix: str = DEFAULT_SUFFIX
 
 
 def plan_native(
@@ -73,7 +75,7 @@ def _data_files(
     tensors: Sequence[ExportTensor], values: Sequence[tuple[str, Any]], new: NewCheckpoint
 ) -> list[ExportFile]:
     """The data files, rank by rank. The first one's header has what belongs to none of the tensors."""
-    most, ranks, save, user_tree = new
+    most, ranks, save, user_tree, suffix = new
     limit = min(most, max(1, -(-sum(tensor.nbytes for tensor in tensors) // ranks)))
     in_order = sorted(tensors, key=lambda tensor: tensor.path)
     groups = [part for group in fill_files(in_order, limit) for part in _fitting(group, save.block_bytes)]
@@ -95,7 +97,7 @@ def _data_files(
                 writers=None if files else writers,
                 user_metadata=None if files else user_tree,
             )
-            name = data_file_name(rank, save.unique_id, save.save_id, part)
+            name = data_file_name(rank, save.unique_id, save.save_id, part, suffix)
             files.append(ExportFile(name, group, OwnHeader(table, info, FileLayout(table, info).size)))
     return files
 

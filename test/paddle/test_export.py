@@ -14,9 +14,11 @@ from paddle_dist_ckpt import (
     ExportReport,
     LoadOptions,
     Recipe,
+    SaveOptions,
     export,
     export_state_dict,
     load_merged_state_dict,
+    read_metadata,
     stored,
     verify,
 )
@@ -160,3 +162,20 @@ def test_ranks_that_ask_for_different_merges_write_none(
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     keys[1], recipes[1] = keys[0], recipes[0]
     assert [report.tensors for report in all_ok(run_ranks(2, merge))] == [3, 3]
+
+
+def test_a_state_that_becomes_a_checkpoint_is_saved_as_the_options_say(tmp_path: Path) -> None:
+    state = {"a": paddle.arange(5000, dtype="float32"), "text": "x" * 20_000, "n": 3}
+    options = SaveOptions(block_bytes=4096, data_suffix=".shards", user_metadata={"run": 1})
+    export_state_dict(state, tmp_path / "out", "native", options=options)
+    saved = read_metadata(tmp_path / "out")
+    assert (saved.block_bytes, saved.user_metadata) == (4096, {"run": 1})
+    assert {Path(file.name).suffix for file in saved.files} == {".shards"}
+    assert verify(tmp_path / "out").ok
+    loaded = load_merged_state_dict(tmp_path / "out")
+    assert loaded["a"].tolist() == list(range(5000))
+    assert (loaded["text"], loaded["n"]) == (state["text"], 3)
+    export(tmp_path / "out", tmp_path / "again", "native")
+    again = read_metadata(tmp_path / "again")
+    assert again.block_bytes == SaveOptions().block_bytes
+    assert {Path(file.name).suffix for file in again.files} == {".safetensors"}
