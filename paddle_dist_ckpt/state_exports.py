@@ -22,6 +22,7 @@ from .folder.checkpoint import read_checkpoint
 from .folder.hidden import HiddenFolder
 from .loading.staging import piece_bytes
 from .loading.stored_tensors import stored_tensors
+from .loading.wording import LEFT_BY_AOA
 from .options import LoadOptions, SaveOptions
 from .reports import ExportReport
 from .storage import bounded_folders
@@ -92,6 +93,8 @@ def export_filled_with(
     if ranks.rank == coordinator:
         _warn_of_new(options, stored)
     left = set(report.skipped_keys)
+    for reason in report.skipped:
+        _logger.log(logging.INFO if LEFT_BY_AOA in reason else logging.WARNING, "left out: %s", reason)
     state = {key: tensor for key, tensor in state.items() if key not in left}
     request = msgspec.structs.replace(request, keys=None, unique_id=None)
     return export_state_with(ranks, state, request, SaveOptions(**_shared(options)), source)

@@ -732,6 +732,16 @@ def test_a_merge_looks_for_no_tensor_under_the_key_that_a_program_has_for_it(tmp
     assert {key: tensor.tolist() for key, tensor in merged.items()} == {"a": [0, 0], "b": [1, 1], "c": [1, 1]}
 
 
+def test_a_merge_says_what_it_leaves_out_for_it_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    save_state_dict({"a": paddle.ones([2, 3]), "b": paddle.ones([3, 2]), "c": paddle.ones([1])}, tmp_path / "saved")
+    with install(load_options=LoadOptions(strict=False)):
+        config = {"aoa_statements": ["a -> b", "c -> _"]}
+        assert home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "out", aoa_config=config).tensors == 1
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.startswith("left out: b: the target has shape [3, 2]") for text in said] == [True]
+
+
 def test_a_merge_of_what_a_killed_export_has_left_does_not_remove_it(tmp_path: Path) -> None:
     """It is all that there is, until the merge is done."""
     home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
