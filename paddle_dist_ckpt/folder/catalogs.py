@@ -15,6 +15,7 @@ from ..core.garbage import no_collections
 from ..core.layouts import shared_layouts
 from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, UnsupportedValueError
+from ..files.codec import table_to_record
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import is_ours, metadata_id
 from ..readers import READERS
@@ -152,8 +153,9 @@ def _as_metadata(catalog: Catalog, title: str) -> Metadata:
         ((format_path(path), to_jsonable(value, ".".join(map(str, path)))) for path, value in catalog.values),
         key=lambda pair: pair[0],
     )
-    # It stands for what was read: another one means that the files have been replaced.
-    seen = msgspec.msgpack.encode((catalog.format, catalog.files, table.paths, files, positions, values))
+    # It stands for all that was read, types, shapes and boxes too, which others of as many bytes may have in the same
+    # places: another one means that the files have been replaced.
+    seen = msgspec.msgpack.encode((catalog.format, catalog.files, table_to_record(table), positions, values))
     return Metadata(
         save_id=f"{xxhash.xxh3_64_intdigest(seen):016x}",
         unique_id=catalog.unique_id,

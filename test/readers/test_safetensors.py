@@ -529,3 +529,14 @@ def test_shards_of_different_dtypes_or_dimensions_are_refused(part: Any, offset:
         save_file({"w": array}, tmp_path / f"{name}.safetensors", {"DCP_SHARDING_INFO": info})
     with pytest.raises(CheckpointCorruptedError, match="b.safetensors: 'w' is of another dtype or rank than in a.safe"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("I32", [2, 3]), ("F32", [3, 2])])
+def test_a_file_that_differs_in_a_type_or_a_shape_alone_is_another_save(
+    tmp_path: Path, dtype: str, shape: list[int]
+) -> None:
+    saves = []
+    for header in ({"w": entry("F32", [2, 3], 0, 24)}, {"w": entry(dtype, shape, 0, 24)}):
+        (tmp_path / "model.safetensors").write_bytes(file_of(header, bytes(24)))
+        saves.append(read_metadata(tmp_path).save_id)
+    assert saves[0] != saves[1]
