@@ -14,6 +14,7 @@ import msgspec
 from .control.ranks import Ranks
 from .core.messages import encode
 from .core.parts import SourceTensor
+from .errors import UnsupportedValueError
 from .exporting.export import check_free, check_same_export
 from .exporting.formats import ExportRequest
 from .files.metadata import Metadata
@@ -26,6 +27,8 @@ from .loading.wording import LEFT_BY_AOA
 from .options import LoadOptions, SaveOptions
 from .reports import ExportReport
 from .storage import bounded_folders
+from .tree.paths import plain_key
+from .visible import visible
 from .wiring import arranger_of, comparable, export_with, load_with, paddles, save_with, source_of
 
 __all__ = ["export_filled_with", "export_state_with"]
@@ -78,6 +81,10 @@ def export_filled_with(
     fills them; together with other ranks, of which each holds as many of them whole.
 
     What the load leaves as it is is left out.
+
+    Raises:
+        UnsupportedValueError: a key is one of several tensors' if it is not escaped.
+        Otherwise what a load and an export raise.
     """
     from .paddle_adapter import PaddleAdapter
 
@@ -85,6 +92,7 @@ def export_filled_with(
     stored, place = stored_tensors(metadata), "cpu" if offload else None
     asked = set(stored if request.keys is None else request.keys)
     keys = [key for key in stored if key in asked]
+    _check_clear(metadata, keys)
     mine = keys[members.index(ranks.rank) :: len(members)]
     adapter = PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes), place)
     state = {key: adapter.empty(stored[key].shape, stored[key].dtype) for key in mine}
@@ -124,6 +132,22 @@ def _read_together(
     ):
         session.gather_scatter("read", read, check)
     return *found[0], session.ranks, session.coordinator
+
+
+def _check_clear(metadata: Metadata, keys: Sequence[str]) -> None:
+    """Refuse keys that mean something else in a flat state_dict: there another stored tensor may be called so.
+
+    Raises:
+        UnsupportedValueError: there are such keys.
+    """
+    special = metadata.special_keys
+    unclear = {*special.values(), *map(plain_key, special)}
+    found = [key for key in keys if key in unclear]
+    if found:
+        raise UnsupportedValueError(
+            f"{visible(', '.join(found[:5]))}: such keys are escaped, or others are for their sake, and with an aoa_config "
+            "they could be taken for each other; export with LoadOptions(aoa_config=...) does not ask by them"
+        )
 
 
 def _warn_of_new(options: LoadOptions, stored: Mapping[str, SourceTensor]) -> None:

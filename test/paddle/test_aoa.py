@@ -742,6 +742,24 @@ def test_a_merge_says_what_it_leaves_out_for_it_does_not_fit(tmp_path: Path, cap
     assert [text.startswith("left out: b: the target has shape [3, 2]") for text in said] == [True]
 
 
+def test_a_merge_takes_no_tensor_for_another_whose_key_is_the_same_but_for_escapes(tmp_path: Path) -> None:
+    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    state = {"a.b": paddle.full([2], 1.0), "a": {"b": paddle.full([2], 2.0)}, "c": paddle.full([1, 2], 3.0)}
+    save_state_dict(state, tmp_path / "saved")
+    config = {"aoa_statements": ["c -> d"]}
+    with install(load_options=LoadOptions(strict=False)):
+        for others in ([], ["\\.b"]):
+            with pytest.raises(UnsupportedValueError, match=r"a.*\.b: such keys are escaped"):
+                home.merge_sharded_state_dict(
+                    tmp_path / "saved", tmp_path / "merged", skip_postfix_list=others, aoa_config=config
+                )
+        home.merge_sharded_state_dict(
+            tmp_path / "saved", tmp_path / "merged", skip_postfix_list=["b"], aoa_config=config
+        )
+    merged = load_merged_state_dict(tmp_path / "merged")
+    assert {key: tensor.tolist() for key, tensor in merged.items()} == {"c": [[3, 3]]}
+
+
 def test_a_merge_of_what_a_killed_export_has_left_does_not_remove_it(tmp_path: Path) -> None:
     """It is all that there is, until the merge is done."""
     home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
