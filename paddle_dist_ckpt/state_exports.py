@@ -146,7 +146,7 @@ def _check_clear(metadata: Metadata, keys: Sequence[str]) -> None:
     if found:
         raise UnsupportedValueError(
             f"{visible(', '.join(found[:5]))}: such keys are escaped, or others are for their sake, and with an "
-            "aoa_config they could be taken for each other; export with LoadOptions(aoa_config=...) does not ask by them"
+            "aoa_config they could be taken for each other; export() with such LoadOptions does not ask by them"
         )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..core.parts import Arranged, SourceTensor
 from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
-from ..tree.paths import WILDCARD, flat_keys, plain_key
+from ..tree.paths import WILDCARD, flat_keys, plain_key, plain_keys
 from ..visible import visible
 
 __all__ = ["Chosen", "Selection", "below", "checked_keys", "select", "select_keys", "unread"]
@@ -47,7 +47,10 @@ class Chosen(NamedTuple):
         """The flat keys under which it is handed on: those of the checkpoint, if it is all there as it is here."""
         if not self.made and all(path == place for path, place in self.paths.items()):
             return [metadata.key(path) for path in self.paths]
-        return flat_keys(list(self.paths.values()))
+        places = list(self.paths.values())
+        if self.stored and len(set(keys := plain_keys(places))) == len(keys):
+            return keys  # of places that are flat keys, which are escaped where they have to be
+        return flat_keys(places)
 
 
 def checked_keys(keys: str | Collection[str] | None) -> Collection[str] | None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ..core.messages import counted
 from ..core.parts import Arranged, SourceTensor
 from ..core.shards import Kind
-from ..errors import StateDictMismatchError
+from ..errors import StateDictMismatchError, UnsupportedValueError
 from ..files.metadata import Metadata
 from ..folder.selection import Chosen, Selection, below, select, select_keys
 from ..tree.paths import is_own, join
-from ..visible import each_visible
+from ..visible import each_visible, visible
 from .answering import Answering
 from .making import RecipeArranger, is_itself
 from .mismatches import idle_text
@@ -44,6 +44,7 @@ def choose(
     Raises:
         StateDictMismatchError: recipes and the checkpoint do not fit together.
         CheckpointNotFoundError: nothing is selected.
+        UnsupportedValueError: something is made for a key that is escaped, or that another one is escaped for.
     """
     if arranger is None:
         return Chosen(select(metadata, selection), {}, {})
@@ -74,9 +75,22 @@ def _chosen(
     of_key = {metadata.key(path): path for path in table.paths}
     paths |= {key: of_key[key] if is_itself(key, one, stored) else join("", key) for key, one in made.items()}
     selected = select_keys(paths, selection)
+    _check_clear(metadata, [key for key in selected if key in made and not is_itself(key, made[key], stored)])
     skipped = 0 if prefix is None else len(prefix) + 1
     places = {
         path: below(path, prefix) or path if is_own(path) else join("", key[skipped:]) for key, path in selected.items()
     }
     asked = {path: (key, made[key]) for key, path in selected.items() if key in made}
     return Chosen(places, {path: one for path, (key, one) in asked.items() if not is_itself(key, one, stored)}, stored)
+
+
+def _check_clear(metadata: Metadata, keys: Sequence[str]) -> None:
+    """Refuse keys for which something is made whose place in a flat state_dict would have another key, or is that of
+    another stored tensor: one of both would be lost."""
+    special = metadata.special_keys
+    found = [key for key in keys if "\\" in key or special.get(join("", key), key) != key]
+    if found:
+        raise UnsupportedValueError(
+            f"{visible(', '.join(found[:5]))}: nothing is made for a key that is escaped, or another one for its sake, "
+            "as where a state has both 'a.b' and 'b' in 'a'; make it under a key of its own"
+        )

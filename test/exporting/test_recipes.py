@@ -220,3 +220,27 @@ def test_what_stands_behind_a_transposed_tensor_is_in_windows_of_its_own() -> No
         {"d"},
     ]
     assert sum(window.nbytes for window in windows) == file.nbytes
+
+
+ESCAPED = {
+    "a.b": make_array([2], "float32", 1),
+    "a": {"b": make_array([2], "float32", 2)},
+    "c": make_array([2], "float32", 3),
+}
+
+
+def test_what_is_stored_under_an_escaped_key_keeps_it_beside_what_recipes_make(tmp_path: Path) -> None:
+    save_alone(ESCAPED, tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "out", options=options({"d": stored("c")}))
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"a.b", "a\\.b", "d"}
+
+
+@pytest.mark.parametrize("key", ["a.b", "a\\.b", "new\\"])
+def test_nothing_is_made_for_a_key_in_whose_place_another_tensor_would_be_lost(tmp_path: Path, key: str) -> None:
+    save_alone(ESCAPED, tmp_path / "saved")
+    with pytest.raises(
+        UnsupportedValueError, match="nothing is made for a key that is escaped, or another one for its"
+    ):
+        export(tmp_path / "saved", tmp_path / "out", options=options({key: stored("c")}))
+    export(tmp_path / "saved", tmp_path / "out", keys="a*b", options=options({"d": stored("c")}))
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"a.b", "a\\.b"}
