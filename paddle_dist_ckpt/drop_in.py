@@ -267,9 +267,11 @@ class _DropIn:
             options = dataclasses.replace(options, key_map=None, resize=None)  # which are for a program's own tensors
             if isinstance(skip_postfix_list, str):  # of which each letter would be an ending
                 raise TypeError(f"skip_postfix_list must be a list of endings, not {skip_postfix_list!r}")
+            there = self._metadata(load_path, unique_id).state_dict_metadata
             keys = [
-                glob.escape(key) if patterns else key
-                for key in self._metadata(load_path, unique_id).state_dict_metadata
+                # One that is stored counts as itself, and the pattern of another may be one.
+                escaped if patterns and (escaped := glob.escape(key)) not in there else key
+                for key in there
                 if key.startswith(prefix or "") and not key.endswith(tuple(skip_postfix_list))
             ]
             request = export_request(save_path, unique_id=unique_id, keys=keys, stem=safetensor_prefix)

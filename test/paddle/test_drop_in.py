@@ -290,6 +290,17 @@ def test_a_merge_leaves_out_endings_and_not_letters(tmp_path: Path) -> None:
     assert set(load_merged_state_dict(tmp_path / "b", flat=True)) == {"a.weight", "as"}
 
 
+@has_merged
+def test_a_merge_takes_no_key_for_the_pattern_of_another(tmp_path: Path) -> None:
+    merge: Any = importlib.import_module("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    state = {"x*": paddle.ones([2]), "x[*]": paddle.zeros([2]), "xy": paddle.ones([1])}
+    save_state_dict(state, tmp_path / "a")
+    with install():
+        merge.merge_sharded_state_dict(tmp_path / "a", tmp_path / "b", skip_postfix_list=["y"])
+    merged = load_merged_state_dict(tmp_path / "b", flat=True)
+    assert {key: tensor.tolist() for key, tensor in merged.items()} == {"x*": [1, 1], "x[*]": [0, 0]}
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
