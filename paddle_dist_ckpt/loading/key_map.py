@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..files.metadata import Metadata
@@ -100,15 +101,21 @@ def path_of_key(metadata: Metadata) -> Callable[[str], str]:
     """A function that gives the path of a flat key in a checkpoint.
 
     Of a key that the checkpoint does not have it is where that would be: in the container whose key is the longest
-    beginning of it.
+    beginning of it. A key that several paths have unless they are escaped, as they all are, is that of none.
     """
     paths = metadata.paths
+    ambiguous = {key for key, count in Counter(map(plain_key, metadata.special_keys)).items() if count > 1}
     by_key = {metadata.key(path): path for path in paths}
     containers = {plain_key(container): container for container in containers_of(paths)}
 
     def find(key: str) -> str:
         if key in by_key:
             return by_key[key]
+        if key in ambiguous:
+            path = join("", key)
+            while path in by_key.values():
+                path = join(path, "")
+            return path
         if key in containers:
             return containers[key]
         end = key.rfind(".")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointError, LoadOptions, LoadReport, PerRank, StateDictMismatchError
+from paddle_dist_ckpt import CheckpointError, LoadOptions, LoadReport, PerRank, StateDictMismatchError, stored
 from paddle_dist_ckpt.loading.key_map import matcher
 from paddle_dist_ckpt.testing import run_ranks
 from test.jobs import Counter, all_ok, load_whole, save_alone, saved_by_two
@@ -148,6 +148,17 @@ def test_an_entry_that_matches_on_one_rank(tmp_path: Path, caplog: pytest.LogCap
     for result in run_ranks(2, lambda rank: rank.load(targets[rank.rank], tmp_path, options=options)):
         assert isinstance(result, StateDictMismatchError)
         assert result.problems == ("key_map: 'z' matches none of the wanted keys",)
+
+
+def test_a_key_that_two_have_unless_they_are_escaped_is_that_of_none(tmp_path: Path) -> None:
+    save_alone({"a.b": {"c": np.ones(2)}, "a": {"b.c": np.full(2, 2.0)}, "a.b.c": np.full(2, 3.0)}, tmp_path)
+    target = {"x": np.zeros(2), "y": np.zeros(2), "z": np.zeros(2)}
+    loaded(tmp_path, target, {"x": "a\\.b.c", "y": "a.b\\.c", "z": "a\\.b\\.c"})
+    assert [array[0] for array in target.values()] == [1, 2, 3]
+    for options in (LoadOptions(timeout=60, key_map={"x": "a.b.c"}), LoadOptions(recipes={"x": stored("a.b.c")})):
+        (result,) = run_ranks(1, lambda rank, o=options: rank.load({"x": np.zeros(2)}, tmp_path, options=o))
+        assert isinstance(result, StateDictMismatchError)
+        assert re.search(r"^x: .*the checkpoint.* missing", result.problems[0])
 
 
 def test_a_missing_entry_is_named_as_it_was_looked_up(tmp_path: Path) -> None:
