@@ -37,7 +37,7 @@ from .agreement import agree
 from .held_log import held_back
 from .preparation import Preparation
 from .removal import remove_together
-from .retention import Retention, check_count
+from .retention import Retention, checked_count
 from .schedule import Schedule
 from .sigterm import on_sigterm
 from .steps import NOTE, Steps, check_seconds, checked_metrics, checked_step, step_folder
@@ -121,7 +121,7 @@ class CheckpointManager:
                 raise TypeError(f"root must be a str or a PathLike, not {type(root).__name__}")
             self._root = Path(folder.location)  # absolute, for the working directory may change
             self._retention = Retention(keep_last, keep_every, best)
-            check_count("save_interval_steps", save_interval_steps)
+            save_interval_steps = checked_count("save_interval_steps", save_interval_steps)
             check_seconds(save_interval_seconds)
             if save_on_sigterm and threading.current_thread() is not threading.main_thread():
                 raise ValueError("a manager with save_on_sigterm can only be made on the main thread")

@@ -12,20 +12,22 @@ from typing import Any
 from ..folder.nothing import steps_text
 from ..options import as_integer
 
-__all__ = ["Metrics", "Retention", "check_count"]
+__all__ = ["Metrics", "Retention", "checked_count"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 Metrics = Mapping[str, float]
 
 
-def check_count(name: str, number: int | None) -> None:
-    """Refuse what is no number of steps.
+def checked_count(name: str, number: int | None) -> int | None:
+    """Return a number of steps that may be one, as Python's int: numpy's have a largest one, some no sign.
 
     Raises:
         ValueError: it is neither None nor a positive integer.
     """
-    if number is not None and (as_integer(number) or 0) < 1:
+    count = as_integer(number)
+    if number is not None and (count is None or count < 1):
         raise ValueError(f"{name} must be None or at least 1, not {number!r}")
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class Retention:
     best: tuple[str, str] | None
 
     def __post_init__(self) -> None:
-        check_count("keep_last", self.keep_last)
-        check_count("keep_every", self.keep_every)
+        for name in ("keep_last", "keep_every"):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
         best: Any = self.best
         if best is not None and (
             not isinstance(best, tuple)

@@ -92,6 +92,13 @@ def test_bad_retention_is_refused(arguments: tuple[Any, Any, Any]) -> None:
         Retention(*arguments)
 
 
+def test_numbers_of_numpy_are_pythons() -> None:
+    """Minus three is 253 to eight bits without a sign, and a thousand is too much for them."""
+    steps: dict[int, Any] = {step: {} for step in range(100, 1100, 100)}
+    assert Retention(np.uint8(3), None, None).doomed(steps, 1000, []) == [*range(100, 800, 100)]  # type: ignore[arg-type]
+    assert Retention(np.uint64(3), np.int8(50), None).doomed(steps, 1000, []) == []  # type: ignore[arg-type]
+
+
 def test_only_committed_steps_count(tmp_path: Path) -> None:
     for step in (3, 20):
         save_step(tmp_path, step, loss=step / 2)
