@@ -113,8 +113,9 @@ class Steps:
         """See that the folder is the one that it was: what it was may be not mounted any more, and have all the steps.
 
         Raises:
-            CheckpointError: it is another one, or gone, and has none of the steps that are known here: those that this
-                rank has met, and on the coordinator all; or a link to nowhere.
+            CheckpointError: it is another one, or gone, and has none of the steps that are known here: those that the
+                coordinator has seen, of the same saves; on other ranks, and before it has seen any, those that this
+                rank has met; or a link to nowhere.
         """
         try:
             identity = opened(self._root).identity()
@@ -122,8 +123,9 @@ class Steps:
             if _is_link(self._root, opened):
                 raise CheckpointError(f"{self._root} is a link to nowhere: is what it leads to mounted?") from None
             identity = None
-        known: dict[int, str | None] = dict.fromkeys(self._met)
-        known.update(dict(self._saves))  # a thread may be removing some
+        known: dict[int, str | None] = dict(self._saves)  # a copy, for a thread may be removing some
+        if not known:  # what was met may be gone by the rules, or not there yet, and any other run has such a step
+            known.update(dict.fromkeys(self._met))
         if identity != self._identity and known and not any(self._has(*save, opened) for save in known.items()):
             raise CheckpointError(
                 f"{self._root} is {'gone' if identity is None else 'another folder than before'}, without "

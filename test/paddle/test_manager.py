@@ -1247,6 +1247,33 @@ def test_a_root_that_is_another_folder_is_not_saved_to(tmp_path: Path, becomes: 
         assert steps.all_steps() == [3]
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_root_of_another_run_is_not_saved_to_for_a_step_that_is_removed_here_or_not_there_yet(
+    tmp_path: Path, in_background: bool
+) -> None:
+    """A link to the folder of a run, say, that leads to the next one's by now, which has saved at the same steps."""
+    root, other = tmp_path / "root", tmp_path / "other"
+    with CheckpointManager(other, async_save=False) as steps:
+        for step in (1, 2, 3):
+            steps.save(step, numbers(step))
+    (tmp_path / "run").mkdir()
+    root.symlink_to("run")
+    with CheckpointManager(root, async_save=in_background, keep_last=1) as steps:
+        for step in (1, 2):
+            steps.save(step, numbers(step + 10))
+        steps.wait()
+        assert steps.all_steps() == [2]
+        root.unlink()
+        root.symlink_to("other")
+        for use in (lambda: steps.save(3, numbers(13)), lambda: steps.restore(numbers(0)), steps.latest_step):
+            with pytest.raises(CheckpointError, match=r"is another folder than before, without step 2 of before"):
+                use()
+    assert folders(other) == [1, 2, 3]
+    target = numbers(0)
+    load_state_dict(target, other / "step-00000003")
+    assert target["step"] == 3
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_root_of_another_number_with_the_steps_is_the_same(tmp_path: Path, damaged: bool) -> None:
     """Some file systems number folders anew when they are mounted again."""
