@@ -49,6 +49,7 @@ class AsyncSave:
         self._outcome: SaveReport | BaseException = CheckpointError("it was interrupted before it began")
         self._ended = Latch()
         self._observed = False
+        self._worker: int | None = None  # the thread that does it
         # Not a daemon: the interpreter waits for it before it ends. It must start no threads of its own, which is not
         # possible any more by then.
         self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt save", daemon=False)
@@ -88,6 +89,7 @@ class AsyncSave:
         finish = self._claimed()
         if finish is None:
             return
+        self._worker = threading.get_ident()
         try:
             self._outcome = finish()
         except BaseException as error:
@@ -122,6 +124,8 @@ class AsyncSave:
         self._check_process()
         if not isinstance(timeout, numbers.Real | None):
             raise TypeError(f"timeout must be None or a number of seconds, not {timeout!r}")
+        if self._worker == threading.get_ident() and not self._ended.is_set():
+            raise CheckpointError(f"the save to {self._path} would wait for itself: a handler of the log asks for it")
         end = math.inf if timeout is None else time.monotonic() + float(timeout)
         while not self._ended.wait(max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))):
             if time.monotonic() >= end:

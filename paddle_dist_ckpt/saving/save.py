@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ def save(
     rest = ExitStack()
 
     def finish() -> SaveReport:
+        context.ticket.thread = threading.get_ident()
         with rest:
             return saving.finish(files, after)
 
@@ -99,7 +101,7 @@ def save(
     try:
         rest = opened.pop_all()
         context.memory.last = pending
-        context.ticket.goes_on = True
+        context.ticket.thread, context.ticket.goes_on = None, True
         context.session.end_collectives()
         pending.start()
     except BaseException:  # an interrupt, for one, which may come when the thread has begun

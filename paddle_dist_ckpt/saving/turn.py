@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,10 +21,12 @@ class Ticket:
     Attributes:
         over: Whether the save has ended, however it did. It then has no turn any more.
         goes_on: Whether it goes on in the background, when its call has ended.
+        thread: Which thread is at work for it; None while it waits for the one of the background to begin.
     """
 
     def __init__(self) -> None:
         self.over = self.goes_on = False
+        self.thread: int | None = threading.get_ident()
         self._pid = os.getpid()
 
     @property
@@ -53,7 +56,8 @@ class Turn:
             check: Called now and then while waiting; may raise to stop.
 
         Raises:
-            CheckpointError: somebody else has it, and this one is not to wait, or would wait for ever.
+            CheckpointError: somebody else has it, and this one is not to wait, or would wait for ever: this very thread
+                may have it.
         """
         try:
             self._queue.append(ticket)
@@ -74,6 +78,11 @@ class Turn:
                 raise CheckpointError(
                     "a save still went on when this process was forked, and has not ended here: a forked process needs "
                     "a CheckpointManager of its own"
+                )
+            if not other.over and other.thread == threading.get_ident():
+                raise CheckpointError(
+                    "a save was called within another one of the same ranks, which it would wait for: by a "
+                    "state_dict(), or by a handler of the log or of a signal"
                 )
             if not other.over:
                 return False

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paddle_dist_ckpt import list_checkpoints
+from paddle_dist_ckpt import AsyncSave, SaveOptions, list_checkpoints
+from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.folder import commit
-from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
+from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, SimulatedRank, run_ranks
+from paddle_dist_ckpt.wiring import save_with
+from test.background import error_of, in_background, within
 from test.jobs import all_ok, errors_of, try_save
+from test.waiting import PATIENCE
 
 
 class Raises(logging.Handler):
@@ -40,6 +45,47 @@ def test_a_handler_of_the_log_that_raises(tmp_path: Path, in_background: bool, r
         logger.setLevel(level)
         logger.removeHandler(handler)
     assert list_checkpoints(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_a_save_calls_does_not_wait_for_that_save(tmp_path: Path, background: bool) -> None:
+    """A handler of the log, as here; one of a signal may come in the middle of a save as well."""
+    ranks, told, pending, may_write = Ranks.alone(), list[str](), list[AsyncSave](), threading.Event()
+
+    def save(folder: Any, in_background: bool = False) -> Any:
+        return save_with(ranks, lambda: ({"n": 1}, NumpyAdapter()), folder, 0, in_background, SaveOptions())
+
+    class Asks(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            calls = [lambda: save(tmp_path / "within"), *(one.result for one in pending)]
+            told.extend(str(error_of(call)) for call in calls)
+
+    def hook(operation: str, name: str) -> None:
+        if in_background() and operation == "write":
+            assert may_write.wait(PATIENCE)
+
+    def work() -> int:
+        saved = save(FaultyStorage(tmp_path, hook), background)
+        if background:
+            pending.append(saved)
+            may_write.set()
+        report = saved.result() if background else saved
+        return int(report.unique_id) + 1
+
+    logger, handler = logging.getLogger("paddle_dist_ckpt"), Asks(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        assert within(PATIENCE, work) == 1
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    assert told[0].startswith("a save was called within another one of the same ranks")
+    assert not background or "would wait for itself" in told[1]
+    assert list_checkpoints(tmp_path) == [0]
+    assert not list_checkpoints(tmp_path / "within")
+    assert save(tmp_path).unique_id == 0
 
 
 @pytest.mark.parametrize("what", ["_aftermath", "remove_saves"])

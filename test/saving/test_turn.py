@@ -32,6 +32,13 @@ def check_free(turn: Turn) -> None:
         pass
 
 
+def of_background() -> Ticket:
+    """That of a save that goes on while its caller does something else."""
+    ticket = Ticket()
+    ticket.thread = None
+    return ticket
+
+
 def test_one_at_a_time_in_order() -> None:
     turn, order, inside = Turn(), list[int](), list[int]()
     queued = [threading.Event() for _ in range(4)]
@@ -44,7 +51,7 @@ def test_one_at_a_time_in_order() -> None:
             inside.clear()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    with turn.taken(Ticket(), may_wait=False):
+    with turn.taken(of_background(), may_wait=False):
         for number, thread in enumerate(threads):
             thread.start()
             assert queued[number].wait(PATIENCE)
@@ -64,9 +71,21 @@ def test_who_stops_waiting_is_in_nobodys_way() -> None:
         raise ValueError("stopped")
 
     with (
-        turn.taken(Ticket(), may_wait=False),
+        turn.taken(of_background(), may_wait=False),
         pytest.raises(ValueError, match="stopped"),
         turn.taken(Ticket(), True, stop),
+    ):
+        pass
+    check_free(turn)
+
+
+@pytest.mark.parametrize("may_wait", [False, True])
+def test_nobody_waits_for_a_save_of_the_same_thread(may_wait: bool) -> None:
+    turn = Turn()
+    with (
+        turn.taken(Ticket(), may_wait=False),
+        pytest.raises(CheckpointError, match="a save was called within another one"),
+        turn.taken(Ticket(), may_wait),
     ):
         pass
     check_free(turn)
