@@ -282,14 +282,18 @@ class _DropIn:
         return export_filled_with(ranks, load_path, request, options, offload)
 
     def clear_async_save_task_queue(self) -> None:
-        """Wait until the saves in the background have ended.
+        """Wait until the saves in the background have ended, all of them.
 
         Raises:
-            CheckpointError: one has failed, and nobody has been told.
+            CheckpointError: one has failed, and nobody has been told. If several have, another call tells of the next.
         """
-        self.former("clear_async_save_task_queue")()
-        for save in list(self.saves):
-            save.wait()
+        try:
+            self.former("clear_async_save_task_queue")()
+        finally:  # what is raised of one must not have the caller believe that no other goes on
+            saves = list(self.saves)
+            for save in saves:
+                save.wait()
+        for save in saves:
             self.saves.discard(save)
             save.raise_unobserved()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,15 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from paddle_dist_ckpt import (
+    AsyncSave,
     CheckpointError,
     CheckpointNotFoundError,
     LocalStorage,
     Metadata,
     SaveOptions,
+    SaveReport,
     UnsupportedValueError,
+    drop_in,
     list_checkpoints,
     load_merged_state_dict,
     read_metadata,
@@ -238,6 +241,40 @@ def test_a_failure_in_the_background_is_told_to_who_waits(tmp_path: Path, monkey
         with pytest.raises(CheckpointError, match="No space left"):
             getattr(home, CLEAR)()
         getattr(home, CLEAR)()
+
+
+def test_a_failure_in_the_background_is_told_when_the_other_saves_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are those of other groups of ranks, and what was begun under another install()."""
+    home, ended, gate = home_of(CLEAR), list[int](), threading.Event()
+
+    def fail() -> SaveReport:
+        raise OSError(28, "No space left on device")
+
+    def end() -> SaveReport:
+        assert gate.wait(60)
+        ended.append(1)
+        return SaveReport("", 0, 0, 0, 0)
+
+    def begun(finish: Callable[[], SaveReport]) -> AsyncSave:
+        pending = AsyncSave("", finish)
+        with monkeypatch.context() as patched:
+            patched.setattr(drop_in, "save_with", lambda *given, **named: pending)
+            dist.save_state_dict({}, tmp_path, async_save=True)
+        pending.start()
+        return pending
+
+    with install():
+        failed = begun(fail)
+        with install():
+            others = [begun(end) for _ in range(3)]
+            threading.Timer(0.1, gate.set).start()
+            assert failed.wait(60)
+            with pytest.raises(CheckpointError, match="No space left"):
+                getattr(home, CLEAR)()
+            assert len(ended) == len(others)
+            getattr(home, CLEAR)()
 
 
 # -- folders that are walked through
