@@ -332,8 +332,12 @@ class CheckpointManager:
         return self._ask("latest_step", self._steps.latest, self._latest_seen)
 
     def best_step(self) -> int | None:
-        """The committed step that is best by the metric (of equals the later), or None. All ranks call it."""
-        return self._ask("best_step", lambda: self._retention.best_of(self._steps.metrics))
+        """The committed step that is best by the metric (of equals the later), or None. All ranks call it.
+
+        Raises:
+            CheckpointError: a step that may be the best cannot be read.
+        """
+        return self._ask("best_step", lambda: self._steps.best(self._retention))
 
     def _ask(self, what: str, choose: Callable[[], Any], seen: Callable[[], int | None] = lambda: None) -> Any:
         """What the coordinator chooses from the steps that there are; no rank has ``seen`` a step that is later."""

@@ -25,7 +25,7 @@ from ..folder.other_claims import StuckClaimError
 from ..options import as_integer
 from ..storage import Folders, Storage
 from ..storage.base import FolderIdentity
-from .retention import Metrics
+from .retention import Metrics, Retention
 
 __all__ = [
     "NOTE",
@@ -167,13 +167,36 @@ class Steps:
             CheckpointError: a step that may be the latest could not be read.
         """
         latest = max(self.metrics, default=None)
-        for step, error in sorted(self.unread.items(), reverse=True):
-            if latest is None or (step > latest and (isinstance(error, OSError) or lacks_memory(error))):
-                raise CheckpointError(
-                    f"{step_folder(self._root, step)} cannot be read, and may be the latest step: {error}; if the disk "
-                    "is at fault, try again when it answers; restore(state, step=...) takes another step"
-                ) from error
+        for step in sorted(self.unread, reverse=True):
+            if latest is None or step > latest:
+                self._check_passed_over(step, "latest", latest is None)
         return latest
+
+    def best(self, retention: Retention) -> int | None:
+        """The best committed step by these rules, None if there is none, as of the last look.
+
+        As for the latest, one that is damaged does not count, but for one that was only not read another is not given.
+
+        Raises:
+            CheckpointError: a step that may be the best could not be read.
+        """
+        best = retention.best_of(self.metrics)
+        for step in sorted(self.unread, reverse=True) if retention.best is not None else ():
+            self._check_passed_over(step, "best", not self.metrics)
+        return best
+
+    def _check_passed_over(self, step: int, what: str, all_are: bool) -> None:
+        """Refuse to take another step for what one may be that could not be read, unless it is damaged and not all are.
+
+        Raises:
+            CheckpointError: see above.
+        """
+        error = self.unread[step]
+        if all_are or isinstance(error, OSError) or lacks_memory(error):
+            raise CheckpointError(
+                f"{step_folder(self._root, step)} cannot be read, and may be the {what} step: {error}; if the disk "
+                "is at fault, try again when it answers; restore(state, step=...) takes another step"
+            ) from error
 
     def check_root(self, opened: Folders) -> None:
         """Refuse what is no place for steps.

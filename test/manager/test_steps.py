@@ -158,6 +158,37 @@ def test_a_step_that_the_disk_does_not_give_may_be_the_latest(
     assert steps.latest() == 2
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("unread", [(1,), (1, 2), (1, 2, 3)])
+def test_a_step_that_the_disk_does_not_give_may_be_the_best(
+    tmp_path: Path, unread: tuple[int, ...], damaged: bool
+) -> None:
+    """Who asks for the best to restore it gets another one, or by step=None the latest."""
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        save_step(tmp_path, step, loss=loss)
+    files = {step: step_folder(tmp_path, step) / f"{step}.metadata" for step in unread}
+    hidden, rules = {path.name for path in files.values()}, Retention(1, None, ("loss", "min"))
+
+    def refuse(operation: str, name: str) -> None:
+        if operation == "read" and name in hidden:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+    if damaged:
+        for path in files.values():
+            path.write_bytes(b"rubbish")
+    steps = Steps(tmp_path)
+    steps.look(FOLDERS if damaged else Folders(lambda folder: FaultyStorage(folder, refuse)))
+    if damaged and len(unread) < 3:
+        assert steps.best(rules) == len(unread) + 1
+        return
+    with pytest.raises(CheckpointError, match="cannot be read, and may be the best step"):
+        steps.best(rules)
+    assert steps.best(Retention(1, None, None)) is None
+    if not damaged:
+        steps.look(FOLDERS)
+        assert steps.best(rules) == 1
+
+
 def test_a_step_that_memory_was_too_short_for_may_be_the_latest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
