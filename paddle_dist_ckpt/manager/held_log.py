@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 __all__ = ["held_back"]
 
 
 @contextmanager
 def held_back(logger: logging.Logger) -> Iterator[None]:
-    """What this thread logs within is logged at its end. To be entered before the lock."""
+    """What this thread logs within is logged at its end. To be entered before the lock.
+
+    What a handler raises then is passed over: it would keep the caller from what the block has begun.
+    """
     thread, records = threading.get_ident(), list[logging.LogRecord]()
 
     def hold(record: logging.LogRecord) -> bool:
@@ -27,4 +30,5 @@ def held_back(logger: logging.Logger) -> Iterator[None]:
     finally:
         logger.removeFilter(hold)
         for record in records:
-            logger.handle(record)
+            with suppress(Exception):
+                logger.handle(record)

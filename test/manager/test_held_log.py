@@ -30,3 +30,19 @@ def test_records_come_once_at_the_end_and_filters_see_them_once() -> None:
     assert seen == ["of another thread", "held"]
     assert asked == seen
     assert logger.filters == [once]
+
+
+def test_a_handler_that_raises_keeps_nobody_from_going_on() -> None:
+    logger, seen = logging.Logger("held"), list[str]()
+
+    def emit(record: logging.LogRecord) -> None:
+        seen.append(record.getMessage())
+        raise RuntimeError("the log is not shipped")
+
+    handler = logging.Handler()
+    handler.emit = emit  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    with held_back(logger):
+        logger.warning("one")
+        logger.warning("two")
+    assert seen == ["one", "two"]

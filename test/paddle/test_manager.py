@@ -1220,6 +1220,25 @@ def test_a_root_that_is_a_link_to_nowhere_is_not_taken_for_an_empty_one(tmp_path
         assert steps.restore(numbers(0)) is None
 
 
+def test_steps_go_with_their_files_whatever_a_handler_of_the_log_raises(tmp_path: Path) -> None:
+    class Raises(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("the log is not shipped")
+
+    logger, handler = logging.getLogger("paddle_dist_ckpt"), Raises(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with CheckpointManager(tmp_path, async_save=False, keep_last=1) as steps:
+            for step in (1, 2, 3):
+                steps.save(step, numbers(step))
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    assert folders(tmp_path) == [3]
+
+
 @pytest.mark.parametrize("becomes", ["nothing", "an empty folder", "another root"])
 def test_a_root_that_is_another_folder_is_not_saved_to(tmp_path: Path, becomes: str) -> None:
     """The disk with the steps is unmounted, say."""
