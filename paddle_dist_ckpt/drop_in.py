@@ -267,7 +267,10 @@ class _DropIn:
             options = dataclasses.replace(options, key_map=None, resize=None)  # which are for a program's own tensors
             if isinstance(skip_postfix_list, str):  # of which each letter would be an ending
                 raise TypeError(f"skip_postfix_list must be a list of endings, not {skip_postfix_list!r}")
-            there = self._metadata(load_path, unique_id).state_dict_metadata
+            metadata = self._metadata(load_path, unique_id)
+            if metadata.format == "native":  # others have no numbers of ours
+                unique_id = metadata.unique_id  # whose keys these are: a newer one may be saved meanwhile
+            there = metadata.state_dict_metadata
             keys = [
                 # One that is stored counts as itself, and the pattern of another may be one.
                 escaped if patterns and (escaped := glob.escape(key)) not in there else key

@@ -24,6 +24,7 @@ from paddle_dist_ckpt import (
     SaveOptions,
     SaveReport,
     UnsupportedValueError,
+    api,
     drop_in,
     list_checkpoints,
     load_merged_state_dict,
@@ -211,6 +212,31 @@ def test_a_checkpoint_is_merged_to_safetensors(tmp_path: Path) -> None:
     assert sorted(read_metadata(tmp_path / "model").state_dict_metadata) == ["model.b", "model.w"]
     assert [path.name for path in (tmp_path / "named").iterdir()] == ["weights.safetensors"]
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("aoa_config", [None, {"aoa_statements": ["a -> a"]}], ids=["as stored", "as made"])
+def test_a_merge_is_of_one_checkpoint_with_all_of_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aoa_config: Any
+) -> None:
+    """Another one, with more keys, is saved when the merge has looked at the keys."""
+    home, saved, one = home_of(MERGE), str(tmp_path / "saved"), paddle.ones([2])
+    save_state_dict({"a": one}, saved)
+    read, times = api.read_checkpoint, list[int]()
+
+    def read_and_save(storage: Any, unique_id: int | None) -> Metadata:
+        metadata = read(storage, unique_id)
+        times.append(metadata.unique_id)
+        if len(times) == 1:
+            save_state_dict({"a": 2 * one, "b": one}, saved)
+        return metadata
+
+    monkeypatch.setattr(api, "read_checkpoint", read_and_save)
+    with install():
+        getattr(home, MERGE)(saved, str(tmp_path / "merged"), aoa_config=aoa_config)
+    assert times == [0]
+    assert list_checkpoints(saved) == [0, 1]
+    merged = load_merged_state_dict(tmp_path / "merged")
+    assert {key: value.tolist() for key, value in merged.items()} == {"a": [1, 1]}
 
 
 def test_saves_in_the_background_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
