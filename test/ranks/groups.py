@@ -21,7 +21,7 @@ import paddle.distributed as dist
 from paddle.base import core
 from paddle.distributed import collective
 
-from test.ranks.world import free_ports
+from test.ranks.world import reserved_ports
 
 __all__ = ["check_groups", "group_of", "install", "make_groups", "send_at_once"]
 
@@ -117,9 +117,11 @@ def _own_store(group_id: int, rank_in_group: int) -> Any:
     job = core.create_or_get_global_tcp_store()
     key = f"test/group/{group_id}"
     if rank_in_group == 0:
-        (port,) = free_ports(1)
-        # A world size of 1 keeps the constructor from waiting for the others, who only then learn the port.
-        own = core.TCPStore("127.0.0.1", port, True, 1, _STORE_TIMEOUT_SECONDS)
+        # Nobody is given the port before the store listens on it: Paddle ends the process where it cannot.
+        with reserved_ports(1)[0] as reserved:
+            port = reserved.getsockname()[1]
+            # A world size of 1 keeps the constructor from waiting for the others, who only then learn the port.
+            own = core.TCPStore("127.0.0.1", port, True, 1, _STORE_TIMEOUT_SECONDS)
         job.set(key, str(port))
     else:
         own = core.TCPStore("127.0.0.1", int(job.get(key)), False, 1, _STORE_TIMEOUT_SECONDS)
