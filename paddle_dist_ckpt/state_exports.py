@@ -92,7 +92,7 @@ def export_filled_with(
     stored, place = stored_tensors(metadata), "cpu" if offload else None
     asked = set(stored if request.keys is None else request.keys)
     keys = [key for key in stored if key in asked]
-    _check_clear(metadata, keys)
+    _check_one_meaning(metadata, keys)
     mine = keys[members.index(ranks.rank) :: len(members)]
     adapter = PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes), place)
     state = {key: adapter.empty(stored[key].shape, stored[key].dtype) for key in mine}
@@ -134,7 +134,7 @@ def _read_together(
     return *found[0], session.ranks, session.coordinator
 
 
-def _check_clear(metadata: Metadata, keys: Sequence[str]) -> None:
+def _check_one_meaning(metadata: Metadata, keys: Sequence[str]) -> None:
     """Refuse keys that mean something else in a flat state_dict: there another stored tensor may be called so.
 
     Raises:
