@@ -52,6 +52,7 @@ class CoordinatorSession:
         self._unproven, self._absent = unproven, absent
         self._emit = emit
         self._timeout = math.inf
+        self._shortest = math.inf  # of all ranks' timeouts
         self._next_beat = math.inf
         self._due = now
         self._heard = dict.fromkeys(ranks, now)  # but for ranks that have closed it
@@ -115,13 +116,19 @@ class CoordinatorSession:
             self._heard[rank] = now
 
     def _on_open(self, rank: int, message: wire.Open, now: float) -> None:
+        # The longest timeout counts until the coordinator's own is known.
+        if rank == self._coordinator or not self.kinds:
+            self._timeout = message.timeout
+        elif self._coordinator not in self.kinds:
+            self._timeout = max(self._timeout, message.timeout)
         self.kinds[rank] = message.kind
         self._versions[rank] = message.version
-        # The first to arrive waits longest: its timeout counts until the coordinator's own is known.
-        if rank == self._coordinator or math.isinf(self._timeout):
-            self._timeout = message.timeout
+        # Beats come as often as the rank needs them that waits least; and all answer them, see MemberSession.handle.
+        self._shortest = min(self._shortest, message.timeout)
         if rank == self._coordinator:
             self._next_beat = now
+        elif self._coordinator in self.kinds:
+            self._next_beat = min(self._next_beat, now + self._shortest / BEATS_PER_TIMEOUT)
         if self.waits:  # it may fail as those have that have waited for it
             self._judged_at = now + GRACE
         first = next(iter(self.kinds))
@@ -202,7 +209,7 @@ class CoordinatorSession:
         if self.verdict is not None or self.abandoned:
             return math.inf
         if now >= self._next_beat:
-            self._next_beat = now + self._timeout / BEATS_PER_TIMEOUT
+            self._next_beat = now + self._shortest / BEATS_PER_TIMEOUT
             for rank in self._heard:
                 self._emit(rank, wire.Beat(self._number, self._moved), b"")
             self._moved = False

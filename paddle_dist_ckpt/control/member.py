@@ -41,6 +41,7 @@ class MemberSession:
         self._coordinator = coordinator
         self.timeout = timeout
         self._heard = now
+        self._last_beat = now
         self._next_beat = self._due = now + timeout / BEATS_PER_TIMEOUT
         self.moved_since: Callable[[float], bool] | None = None
         self.group_moved = now
@@ -56,8 +57,10 @@ class MemberSession:
         """Take in a message from the coordinator."""
         self._heard = now
         self._coordinator_came = True
-        if isinstance(message, wire.Beat) and message.moved:
-            self.group_moved = now
+        if isinstance(message, wire.Beat):
+            self._next_beat = min(self._next_beat, now)  # the coordinator may wait less long than this rank
+            if message.moved:
+                self.group_moved = now
         if isinstance(message, wire.Reply):
             self._replies[message.round] = payload
         elif isinstance(message, wire.Verdict):
@@ -115,9 +118,9 @@ class MemberSession:
             return wire.Fail(self.number, "", error), math.inf
         beat = None
         if now >= self._next_beat:
-            interval = self.timeout / BEATS_PER_TIMEOUT
-            self._next_beat = now + interval
-            moved = self.moved_since is not None and self.moved_since(now - 1.5 * interval)
+            since = now - 1.5 * (now - self._last_beat)
+            self._last_beat, self._next_beat = now, now + self.timeout / BEATS_PER_TIMEOUT
+            moved = self.moved_since is not None and self.moved_since(since)
             beat = wire.Beat(self.number, moved)
         self._due = min(self._next_beat, silence_ends)
         return beat, self._due

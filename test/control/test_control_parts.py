@@ -417,6 +417,19 @@ def test_a_rank_may_be_silent_for_the_whole_timeout() -> None:
         assert (session.verdict is None) == (tenths <= 10 * (10.0 + GRACE) + 1)
 
 
+def test_no_rank_is_called_silent_that_has_come_and_waits_longer_than_the_first_one() -> None:
+    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, payload: None, 0.0)
+    session.handle(1, wire.Open(0, "save", 1.0, "0.1.0"), b"", 0.0)
+    session.handle(2, wire.Open(0, "save", 30.0, "0.1.0"), b"", 0.0)
+    for tenths in range(400):
+        for rank in (1, 2):
+            if tenths % (1 if rank == 1 else 30) == 0:
+                session.handle(rank, wire.Beat(0), b"", tenths / 10)
+        session.tick(tenths / 10)
+    assert session.verdict is not None
+    assert session.verdict.missing_ranks == (0,)
+
+
 def test_an_answer_to_another_round_is_not_mixed_with_those_of_this_one() -> None:
     session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, payload: None, 0.0)
     for rank in (0, 1):

@@ -103,11 +103,11 @@ def raising(errors: Mapping[int, BaseException]) -> Callable[[int], bytes]:
     return local
 
 
-def slowly(local: Callable[[int], bytes] = own_number) -> Callable[[int], bytes]:
+def slowly(local: Callable[[int], bytes] = own_number, seconds: float = 0.1) -> Callable[[int], bytes]:
     """A ``local`` that takes its time."""
 
     def work(rank: int) -> bytes:
-        time.sleep(0.1)
+        time.sleep(seconds)
         return local(rank)
 
     return work

@@ -12,7 +12,7 @@ import pytest
 
 from ...control import NoTransport
 from ...core.memory import Bytes1D
-from ...core.protocols import Transfers
+from ...core.protocols import ControlHub, Transfers
 from ...errors import CheckpointError, CollectiveError, RankFailureError
 from .cases import (
     AT_ONCE,
@@ -27,6 +27,7 @@ from .cases import (
     own_number,
     raising,
     run,
+    slowly,
 )
 
 __all__ = ["LossTests"]
@@ -62,6 +63,13 @@ class LossTests:
             return own_number(rank)
 
         assert run(group, one_round(local, SHORT)) == {rank: own_number(rank) for rank in range(RANKS)}
+
+    @pytest.mark.parametrize("patient", [[0], [2], [1, 2, 3]])
+    def test_work_may_last_longer_than_the_shortest_timeout(self, group: HubGroup, patient: list[int]) -> None:
+        def work(hub: ControlHub, rank: int) -> bytes:
+            return one_round(slowly(seconds=2 * SHORT), LONG if rank in patient else SHORT)(hub, rank)
+
+        assert run(group, work) == {rank: own_number(rank) for rank in range(RANKS)}
 
     def test_combine_may_last_longer_than_the_timeout(self, group: HubGroup) -> None:
         def work(hub: Any, rank: int) -> bytes:
