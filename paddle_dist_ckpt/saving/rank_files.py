@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from ..core.messages import decode, encode
 from ..core.progress import Progress
 from ..core.threads import io_threads, run_all
-from ..errors import CheckpointError, CheckpointTimeoutError
+from ..errors import CheckpointError, CheckpointTimeoutError, CollectiveError
 from ..files.contents import AHEAD, TensorContents
 from ..files.metadata import FileInfo
 from ..files.names import DEFAULT_SUFFIX, claim_name, data_file_name
@@ -26,7 +26,7 @@ from .copies import CopyPlan
 from .describe import LocalState
 from .file_plan import plan_files
 from .known_plan import KnownPlan
-from .messages import PlanAnswer, RankPlan, WriteRequest
+from .messages import PlanAnswer, RankPlan, Transfer, WriteRequest
 from .reduce import reduce_partials
 from .save_memory import SaveContext
 
@@ -77,7 +77,7 @@ class RankFiles:
         """Do what has to be done before the caller may change its tensors, but for writing them.
 
         If not in the background, the state must stay alive until they are written. An error is kept for round
-        ``write``: only then have all ranks left the collectives.
+        ``write``, but for what others have to hear of at once.
         """
         try:
             self._files = self._make(state)
@@ -94,16 +94,19 @@ class RankFiles:
     def _make(self, state: LocalState) -> list[FileSave]:
         """The files of the plan, of which nothing is written yet. Reduces partial tensors."""
         order, session, memory = self._order, self._context.session, self._context.memory
-        if order.plan is not None:
-            plan = decode(order.plan, RankPlan)
-            parts = plan_files(state, plan, self._options.block_bytes)
-            size = self._options.block_bytes
-            twice = CopyPlan.of(state, plan, parts, size)
-            memory.keep_plan(
-                KnownPlan(order.plan_id, memory.plan.fingerprint, size, plan.total_bytes, plan.transfers, parts, twice)
-            )
-        boxes = [pair for part in memory.plan.files for pair in part.partial_boxes(state)]
-        reduced = reduce_partials(session, self._context.transport, memory.plan.transfers, state, boxes)
+        plan = decode(order.plan, RankPlan) if order.plan is not None else None
+        transfers = (plan or memory.plan).transfers
+        with self._awaited("collectives", transfers):
+            if plan is not None:
+                parts = plan_files(state, plan, self._options.block_bytes)
+                size = self._options.block_bytes
+                twice = CopyPlan.of(state, plan, parts, size)
+                memory.keep_plan(
+                    KnownPlan(order.plan_id, memory.plan.fingerprint, size, plan.total_bytes, transfers, parts, twice)
+                )
+            boxes = [pair for part in memory.plan.files for pair in part.partial_boxes(state)]
+        with self._awaited("write", transfers):
+            reduced = reduce_partials(session, self._context.transport, transfers, state, boxes)
         ahead, copies = (AHEAD, state.copies) if state.devices is not None else (0, None)
         buffers = memory.window_buffers(self._threads + ahead, state.host_memory)
         files = []
@@ -114,6 +117,20 @@ class RankFiles:
             contents = TensorContents(part.table, part.items.sources(state, reduced), buffers, copies)
             files.append(FileSave(self._context.storage, name, part.table, info, contents))
         return files
+
+    @contextmanager
+    def _awaited(self, name: str, transfers: Sequence[Transfer]) -> Iterator[None]:
+        """Do what other ranks wait for in collectives, if there is anything to transfer: of an error they hear at once,
+        in the round of this name, which is the next one. Not of one of the collectives: these are over by then."""
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except Exception as error:
+            if transfers:
+                self._failure = error
+                self._context.session.gather_scatter(name, self.give_up, lambda messages: messages)
+            raise
 
     def _hash_copies(self, state: LocalState) -> None:
         """Hash this rank's copies of what others write. One thread does, for writing waits for the disk meanwhile."""

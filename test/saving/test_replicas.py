@@ -14,10 +14,13 @@ import pytest
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.tensors import Reduction
-from paddle_dist_ckpt.errors import StateDictMismatchError, UnsupportedValueError
+from paddle_dist_ckpt.errors import RankFailureError, StateDictMismatchError, UnsupportedValueError
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
-from paddle_dist_ckpt.saving import reduce
-from paddle_dist_ckpt.testing import ShardedArray
+from paddle_dist_ckpt.reports import SaveReport
+from paddle_dist_ckpt.saving import rank_files, reduce
+from paddle_dist_ckpt.saving.async_save import AsyncSave
+from paddle_dist_ckpt.saving.describe import LocalState
+from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks
 from test.jobs import (
     blank_like,
     data_files,
@@ -217,6 +220,35 @@ def test_large_addends_are_reduced_in_chunks(tmp_path: Path, chunk: int, monkeyp
     save_on(states, tmp_path)
     for key, found in load_whole(tmp_path).items():
         assert same_bits(found, arrays[0][key] + arrays[1][key] + arrays[2][key]), key
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize(("module", "name"), [(rank_files, "plan_files"), (reduce, "_on_host")])
+def test_a_rank_that_cannot_take_part_in_the_collectives_says_why(
+    tmp_path: Path, module: Any, name: str, in_background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others, which wait for it, hear of that at once, and not of a collective that hangs."""
+    real = getattr(module, name)
+
+    def fail(*arguments: Any) -> Any:
+        (state,) = (one for one in arguments if isinstance(one, LocalState))
+        if "/one" in state.tensors.paths:
+            raise MemoryError("Unable to allocate 3.1 GiB")
+        return real(*arguments)
+
+    monkeypatch.setattr(module, name, fail)
+    addend = np.ones((300, 100))  # large enough that each writes a part
+
+    def work(rank: SimulatedRank) -> SaveReport:
+        state = {"w": partial(addend, "sum", rank.rank, 2), ("zero", "one")[rank.rank]: addend}
+        save = rank.save_in_background if in_background else rank.save
+        saved = save(state, tmp_path, None, SaveOptions(timeout=4))
+        return saved.result() if isinstance(saved, AsyncSave) else saved
+
+    for error in errors_of(run_ranks(2, work), RankFailureError):
+        assert set(error.failures) == {1}
+        assert "MemoryError: Unable to allocate" in str(error)
+    assert not list(tmp_path.glob("*.metadata"))
 
 
 def test_a_missing_addend_is_refused(tmp_path: Path) -> None:
