@@ -227,7 +227,7 @@ def aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
     try:
         return _aftermath(lease, unique_id, save_id)
     except Exception as error:
-        _logger.warning("%s: files of replaced saves are left to a later one: %s", lease.storage.location, error)
+        _warn("%s: files of replaced saves are left to a later one: %s", lease.storage.location, error)
         _speak_again(lease, [save for save in (lease.replaces, *lease.inherited) if save is not None])
         return Aftermath([], [], True)
 
@@ -280,8 +280,14 @@ def finish(lease: Lease, left: Aftermath) -> None:
         else:
             lease.end()
     except Exception as error:
-        _logger.warning("%s: files of replaced or dead saves are left: %s", lease.storage.location, error)
+        _warn("%s: files of replaced or dead saves are left: %s", lease.storage.location, error)
         _speak_again(lease, left.saves)
+
+
+def _warn(text: str, *arguments: object) -> None:
+    """Log what went wrong behind a save that has ended. What a handler of the log raises changes nothing."""
+    with suppress(Exception):
+        _logger.warning(text, *arguments)
 
 
 def _speak_again(lease: Lease, saves: Sequence[str]) -> None:
@@ -314,7 +320,7 @@ def give_up(lease: Lease, settled: bool) -> None:
             elif not lease.doomed:  # otherwise the claim says what else is to be removed
                 lease.end()
     except (OSError, CheckpointError) as error:
-        _logger.warning("%s: files of a failed save are left: %s", lease.storage.location, error)
+        _warn("%s: files of a failed save are left: %s", lease.storage.location, error)
         _speak_again(lease, [lease.save_id])
 
 

@@ -141,7 +141,8 @@ class OwnClaim:
             self._storage.touch(self.name)
         except (OSError, CheckpointTimeoutError) as error:
             if self._other is None:
-                _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
+                with suppress(Exception):  # of a handler of the log, which would end the thread
+                    _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
             if isinstance(error, FileNotFoundError):
                 with suppress(OSError, CheckpointError):
                     if self._other is None:

@@ -261,7 +261,8 @@ class _Saving:
         try:
             self._round("clean", remove, SaveCoordinator.cleaned)
         except Exception as error:
-            _logger.warning("%s: files of the replaced save are left to a later one: %s", storage.location, error)
+            with suppress(Exception):  # of a handler of the log
+                _logger.warning("%s: files of the replaced save are left to a later one: %s", storage.location, error)
 
     def _report(self, result: CommitAnswer, files: RankFiles) -> SaveReport:
         return SaveReport(

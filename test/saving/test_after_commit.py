@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,8 @@ from paddle_dist_ckpt.folder import commit
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, SimulatedRank, run_ranks
 from paddle_dist_ckpt.wiring import save_with
 from test.background import error_of, in_background, within
-from test.jobs import all_ok, errors_of, try_save
-from test.waiting import PATIENCE
+from test.jobs import all_ok, errors_of, load_whole, save_on, try_save
+from test.waiting import PATIENCE, until
 
 
 class Raises(logging.Handler):
@@ -32,19 +35,62 @@ def save(rank: SimulatedRank, path: Path, in_background: bool) -> int:
     return pending.result().unique_id
 
 
+@contextlib.contextmanager
+def raising(level: int) -> Iterator[None]:
+    """With a handler of the log that raises."""
+    logger, handler = logging.getLogger("paddle_dist_ckpt"), Raises(level)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_handler_of_the_log_that_raises(tmp_path: Path, in_background: bool, ranks: int) -> None:
-    logger, handler = logging.getLogger("paddle_dist_ckpt"), Raises(logging.INFO)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with raising(logging.INFO):
         assert all_ok(run_ranks(ranks, lambda rank: save(rank, tmp_path, in_background))) == [0] * ranks
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
     assert list_checkpoints(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("folders", [1, 2])
+@pytest.mark.parametrize("what", ["_aftermath", "remove_saves"])
+def test_a_handler_of_the_log_that_raises_when_files_are_left(
+    tmp_path: Path, folders: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / str(number % folders) for number in range(2)]
+    save_on([{"n": 1}, {"n": 1}], paths, 0)
+
+    def fail(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "not yours")
+
+    monkeypatch.setattr(commit, what, fail)
+    with raising(logging.WARNING):
+        save_on([{"n": 2}, {"n": 2}], paths, 0)
+    assert load_whole(paths[0])["n"] == 2
+
+
+def test_a_handler_of_the_log_that_raises_while_a_claim_is_kept_fresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not end the thread that keeps it fresh: others would take the save for dead."""
+    monkeypatch.setattr("paddle_dist_ckpt.folder.own_claim.FRESH_EVERY", 0.01)
+    touched: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "touch" and threading.current_thread().name == "paddle_dist_ckpt claim":
+            touched.append(name)
+            if len(touched) == 1:
+                raise OSError(errno.EIO, "for once")
+        if operation == "sync_file":
+            until(lambda: len(touched) > 1)
+
+    with raising(logging.WARNING):
+        save_on([{"n": 1}], FaultyStorage(tmp_path, hook))
 
 
 @pytest.mark.parametrize("background", [False, True])
