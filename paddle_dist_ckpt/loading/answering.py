@@ -131,10 +131,11 @@ class Answering:
                 self._lack(path, moved.get(path, path), found, is_tensor=True)
         schedulers = {scheduler for path in wanted.values if (scheduler := _scheduler_of(path)) is not None}
         self.without_tensors.update(scheduler.removesuffix(_SCHEDULER) for scheduler in schedulers)
+        asked = set(wanted.tensors) if "object" in wanted.values.values() else ()
         for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
             if present == "object":
-                self._answer_object(path, source, wanted.others, found)
+                self._answer_object(path, source, asked, wanted.others, found)
             else:
                 self._answer_value(path, source, present, found)
         for key in wanted.sources:
@@ -280,8 +281,11 @@ class Answering:
             found.tensors.add(self._index[stored])
             found.renamed.setdefault(stored, []).append(wanted)
 
-    def _answer_object(self, path: str, source: str, arrays: Container[str], found: _Draft) -> None:
-        """All values and arrays at or below a path; the tensors there have to be wanted by themselves.
+    def _answer_object(
+        self, path: str, source: str, asked: Container[str], arrays: Container[str], found: _Draft
+    ) -> None:
+        """All values and arrays at or below a path; the tensors there have to be wanted by themselves: ``asked`` has
+        the paths of all that are, some of which may be stored elsewhere.
 
         In other formats an array may look like a tensor; ``arrays`` has the paths at which the object has one.
         """
@@ -296,7 +300,7 @@ class Answering:
             elif self._metadata.format != "native" and wanted in arrays:
                 found.arrays.add(self._index[stored])
                 self._take(stored, wanted, found)
-            elif self._index[stored] not in found.tensors:
+            elif self._index[stored] not in found.tensors and wanted not in asked:
                 found.unfit[wanted] = self._what_is(stored)
 
     def _answer_own(self, path: str, source: str, found: _Draft) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import CheckpointError, LoadOptions, LoadReport, PerRank, StateDictMismatchError, stored
+from paddle_dist_ckpt.core.box import whole
 from paddle_dist_ckpt.loading.key_map import matcher
-from paddle_dist_ckpt.testing import run_ranks
+from paddle_dist_ckpt.testing import ShardedArray, run_ranks, shard_array
 from test.jobs import Counter, all_ok, load_whole, save_alone, saved_by_two
 from test.pace import slowness
 
@@ -112,6 +113,29 @@ def test_objects_subtrees_and_ranks_own_values(tmp_path: Path) -> None:
         assert target["w"] == {"p": [1]}
         state = found[i].state
         assert (state["n"], state["table"].tolist(), state["text"]) == (5, [0, 1, 2], LARGE)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("key_map", "found"),
+    [
+        ({"counter.t": None}, 0.0),
+        ({"counter.t": "x"}, 2.0),
+        (lambda key: "x" if key == "counter.t" else key, 2.0),
+        ({"counter": "other", "other": "counter", "counter.t": "x"}, 2.0),
+    ],
+)
+def test_a_tensor_of_an_object_that_takes_all_that_is_stored(
+    tmp_path: Path, key_map: Any, found: float, strict: bool
+) -> None:
+    save_alone({"counter": with_tensor(1.0), "other": with_tensor(3.0), "x": tensor(2.0)}, tmp_path)
+    target = {"counter": with_tensor(0.0), "other": with_tensor(0.0)}
+    own = target["counter"].state["t"]
+    report = loaded(tmp_path, target, key_map, strict=strict)
+    assert own.pieces[0].tolist() == [found] * 2
+    assert target["counter"].state["table"] == [1]
+    assert target["counter"].state["t"] is own
+    assert report.skipped == ()
 
 
 @pytest.mark.parametrize(
@@ -228,6 +252,16 @@ def test_what_is_wanted_twice_is_not_shared(tmp_path: Path) -> None:
 def holder(table: Any) -> Counter:
     counter = Counter()
     counter.state = {"table": table}
+    return counter
+
+
+def tensor(value: float) -> ShardedArray:
+    return shard_array(np.full(2, value), [whole((2,))])
+
+
+def with_tensor(value: float) -> Counter:
+    counter = holder([1])
+    counter.state["t"] = tensor(value)
     return counter
 
 
