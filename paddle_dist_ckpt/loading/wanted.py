@@ -128,7 +128,7 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
     objects = {opened.path: opened for opened in leaves.objects}
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}  # they take any values
     as_stored = options.key_map is None and not options.recipes and arranger is None
-    keys = dict[str, str]() if as_stored else _flat_keys(leaves, free)
+    keys = dict[str, str]() if as_stored else _flat_keys(leaves, objects, free)
     made, moved, skipped = Matching(), dict[str, str](), set[str]()
     if not as_stored:
         targets = (path for path in leaves.tensor_paths if not free or owner_of(path, objects) not in free)
@@ -172,10 +172,17 @@ def _distributed(tensors: LocalTensors) -> Iterator[str]:
             yield path
 
 
-def _flat_keys(leaves: Leaves, free: Set[str]) -> dict[str, str]:
-    """The flat key of each path, by which a key_map, recipes or an arranger know it."""
+def _flat_keys(leaves: Leaves, objects: Mapping[str, OpenedObject], free: Set[str]) -> dict[str, str]:
+    """The flat key of each path, by which a key_map, recipes or an arranger know it. Values and arrays of objects that
+    take any go with their objects: nobody can say where one of them is stored."""
     paths = list(dict.fromkeys([*leaves.tensor_paths, *leaves.value_paths, *leaves.kept, *free]))
-    return dict(zip(paths, flat_keys(paths), strict=True))
+    keys = dict(zip(paths, flat_keys(paths), strict=True))
+    if free:
+        arrays = (p for p, value in zip(leaves.tensor_paths, leaves.tensors, strict=True) if type(value) is np.ndarray)
+        for path in {*leaves.value_paths, *arrays} - free:
+            if owner_of(path, objects) in free:
+                del keys[path]
+    return keys
 
 
 def _to_fill(

@@ -162,6 +162,26 @@ def test_an_entry_that_matches_nothing(tmp_path: Path, caplog: pytest.LogCapture
         loaded(tmp_path, {"other": np.zeros(2)}, {entry: "x", "other": "other"})
 
 
+@pytest.mark.parametrize("entry", ["counter.n", "counter.table", "counter.deep.n", "counter.deep"])
+@pytest.mark.parametrize("meant", [None, "x"])
+def test_what_goes_with_its_object_matches_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: str, meant: str | None
+) -> None:
+    counter = holder(np.arange(3))
+    counter.state |= {"n": 1, "deep": {"n": 2}}
+    save_alone({"counter": counter, "x": 7}, tmp_path)
+    target = holder(np.zeros(3))
+    target.state |= {"n": 0, "deep": {"n": 0}}
+    loaded(tmp_path, {"counter": target}, {entry: meant})
+    assert (target.state["n"], target.state["deep"], target.state["table"].tolist()) == (1, {"n": 2}, [0, 1, 2])
+    assert f"key_map: {entry!r} matches none of the wanted keys" in caplog.text
+    with pytest.raises(StateDictMismatchError, match=f"{entry!r} matches none of the wanted keys"):
+        loaded(tmp_path, {"counter": target}, {entry: meant}, strict="all", allow_unused=["x"])
+    caplog.clear()
+    loaded(tmp_path, {"counter": target}, {"counter": None})
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_an_entry_that_matches_on_one_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved_by_two(tmp_path, {"a": np.ones(2), "b": np.ones(2)})
     options = LoadOptions(timeout=60, key_map={"x": "a", "y": "b"})
