@@ -148,31 +148,32 @@ class Fit:
 
     @property
     def _unfit_tensors(self) -> set[str]:
-        unfit = {problem.key for problem in self.problems}
-        return {path for path in self.wanted.tensors.paths if plain_key(path) in unfit} if unfit else set()
+        unfit = {problem.path for problem in self.problems}
+        return unfit.intersection(self.wanted.tensors.paths) if unfit else set()
 
     def torn(self, problems: Sequence[Mismatch]) -> list[str]:
-        """The flat keys of distributed tensors that this rank leaves because of these problems, while other ranks may
-        load their parts. Problems that the coordinator has found are left out: all ranks know of them."""
-        keys = {problem.key for problem in problems}.difference(map(plain_key, self.answer.unfit))
-        return [plain_key(path) for path in self._distributed(keys)]
+        """The paths of distributed tensors that this rank leaves because of these problems, while other ranks may load
+        their parts. Problems that the coordinator has found are left out: all ranks know of them."""
+        return self._distributed({problem.path for problem in problems}.difference(self.answer.unfit))
 
     def leave(self, problems: Sequence[Mismatch]) -> list[Mismatch]:
-        """Leave the distributed tensors as they are that other ranks have these problems with; returns those of the
-        problems that are new to this rank."""
-        known = {problem.key for problem in self.problems} if problems else set()
-        others = {problem.key: problem for problem in problems if problem.key not in known}
-        paths = self._distributed(others.keys())
+        """Leave the distributed tensors as they are that other ranks have these problems with, some of them perhaps
+        nested otherwise there; returns those of the problems that are new to this rank."""
+        others = {problem.path: problem for problem in problems}
+        here = set(self.wanted.tensors.paths) if problems else set()
+        if nested := {one.key: one for path, one in others.items() if path not in here}:
+            others |= {path: nested[key] for path in here if path not in others and (key := plain_key(path)) in nested}
+        paths = self._distributed(others.keys() - {problem.path for problem in self.problems})
         self.targets.leave(set(paths))
-        found = [others[plain_key(path)] for path in paths]
+        found = [others[path] for path in paths]
         self.problems += found
         return found
 
-    def _distributed(self, keys: Set[str]) -> list[str]:
-        """The paths of distributed tensors at these flat keys."""
+    def _distributed(self, paths: Set[str]) -> list[str]:
+        """Those of these paths at which distributed tensors are wanted."""
         tensors = self.wanted.tensors
-        columns = zip(tensors.paths, tensors.geometry, strict=True) if keys else ()
-        return [p for p, number in columns if plain_key(p) in keys and not tensors.geometries[number].plain]
+        columns = zip(tensors.paths, tensors.geometry, strict=True) if paths else ()
+        return [p for p, number in columns if p in paths and not tensors.geometries[number].plain]
 
 
 _PRESENT = {

@@ -306,9 +306,9 @@ def _left_everywhere(said: Mapping[int, DecideRequest | DoneRequest]) -> list[Mi
         torn = set(one.torn)
         leaving.update(torn)
         for problem in one.problems:
-            if problem.key in torn:
-                found.setdefault(problem.key, Mismatch(problem.key, f"{problem} (rank {rank})"))
-    return [problem for key, problem in found.items() if leaving[key] < len(said)]
+            if problem.path in torn:
+                found.setdefault(problem.path, Mismatch(problem.key, f"{problem} (rank {rank})", problem.path))
+    return [problem for path, problem in found.items() if leaving[path] < len(said)]
 
 
 def _found_nowhere(by_rank: Iterable[Mapping[str, bool]]) -> list[str]:

@@ -42,16 +42,18 @@ _EMPTY = Column("<u1", b"")
 
 
 class Mismatch(msgspec.Struct, frozen=True, array_like=True):
-    """Something that does not fit, or is left as it is: its flat key, and a line that says what, with the key."""
+    """Something that does not fit, or is left as it is: its flat key, a line that says what, with the key, and its path
+    if it is something that is wanted, for another one may have the same key."""
 
     key: str
     text: str
+    path: str = ""
 
     @classmethod
     def at(cls, path: str, text: str) -> Mismatch:
         """That of a path, of which a text says what."""
         key = plain_key(path)
-        return Mismatch(key, f"{key}: {text}")
+        return Mismatch(key, f"{key}: {text}", path)
 
     def __str__(self) -> str:
         return self.text
@@ -210,7 +212,7 @@ class DecideRequest(msgspec.Struct, frozen=True, array_like=True):
         unreachable: Why it cannot read some of them.
         staged: Whether some targets are staged.
         objects: Whether there are objects to be given their states in the end.
-        torn: Flat keys, see :meth:`.fit.Fit.torn`.
+        torn: Paths, see :meth:`.fit.Fit.torn`.
     """
 
     problems: list[Mismatch]

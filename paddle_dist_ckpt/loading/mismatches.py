@@ -71,7 +71,7 @@ class MismatchCheck:
         """
         ranks: dict[Mismatch, list[int]] = {}
         for rank, problems in sorted(by_rank.items()):
-            for problem in dict.fromkeys(problems):
+            for problem in dict.fromkeys(Mismatch(one.key, one.text) for one in problems):
                 ranks.setdefault(problem, []).append(rank)
         ranks.update((problem, list(by_rank)) for problem in left)
         surplus = self._surplus(ranks, unused, idle)

@@ -16,7 +16,7 @@ from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.errors import StateDictMismatchError
 from paddle_dist_ckpt.options import LoadOptions
 from paddle_dist_ckpt.recipes import concat, stored
-from paddle_dist_ckpt.testing import ShardedArray
+from paddle_dist_ckpt.testing import ShardedArray, shard_array
 from test.jobs import (
     blank_like,
     check_pieces,
@@ -275,6 +275,32 @@ def test_a_distributed_tensor_of_which_one_part_is_not_stored_is_left_on_all(tmp
     assert [report.skipped_keys for report in reports] == [("odd",), ("odd",), ()]
     assert reports[0].skipped == (f"{reports[1].skipped[0]} (rank 1)",)
     assert all(same_bits(piece, blank_like(piece)) for piece in pieces)
+
+
+def test_what_one_rank_leaves_is_told_from_another_tensor_of_the_same_flat_key(tmp_path: Path) -> None:
+    array = make_array((4, 30))
+    save_alone({"a.b": array, "a": {"b": array}}, tmp_path)
+    states = [{"a.b": rows_on(array, rank), "a": {"b": rows_on(array, rank)}} for rank in range(2)]
+    states[1]["a.b"] = rows_on(array.astype(np.float64), 1)  # another dtype
+    reports = load_on(states, tmp_path, options=LAX)
+    assert reports[0].skipped == (f"{reports[1].skipped[0]} (rank 1)",)
+    assert not any(state["a.b"].pieces[0].any() for state in states)
+    for rank, state in enumerate(states):
+        assert same_bits(state["a"]["b"].pieces[0], array[2 * rank : 2 * rank + 2])
+
+
+def test_what_one_rank_leaves_is_found_where_others_nest_it_otherwise(tmp_path: Path) -> None:
+    array = make_array((4, 30))
+    save_alone({"a": {"b": array}}, tmp_path)
+    good, bad = rows_on(array, 0), rows_on(array.astype(np.float64), 1)
+    reports = load_on([{"a": {"b": good}}, {"a.b": bad}], tmp_path, options=LAX)
+    assert reports[0].skipped == (f"{reports[1].skipped[0]} (rank 1)",)
+    assert not good.pieces[0].any()
+
+
+def rows_on(array: np.ndarray, rank: int) -> ShardedArray:
+    """A rank's half of a tensor, to be filled."""
+    return shard_array(array, [Box((2 * rank, 0), (2, 30))], fill=False)
 
 
 def test_a_sum_of_which_one_rank_leaves_its_addend_is_left_on_all(tmp_path: Path) -> None:
