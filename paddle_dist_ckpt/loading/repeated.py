@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Iterator, Mapping
 
+import msgspec
+
 __all__ = ["differing"]
 
 _NOTHING = object()
@@ -18,7 +20,7 @@ def differing(
     Args:
         repeated: The path at which each dict, list or object was found again, with the path where it was found first.
         objects: Those paths of which everything that is stored is taken; of others only what is stored for both paths.
-        values: What is stored for values, by path; equal values compare equal.
+        values: What is stored for values, by path: as JSON, or in tuples that are equal if the values are.
 
     Yields:
         The paths of two values that differ: below the path where something was found again, and where it was first.
@@ -33,5 +35,10 @@ def differing(
         mine, others = below(again), below(first)
         for rest in sorted(mine | others if again in objects else mine & others):
             path, other = again + rest, first + rest
-            if values.get(path, _NOTHING) != values.get(other, _NOTHING):
+            if not _are_same(values.get(path, _NOTHING), values.get(other, _NOTHING)):
                 yield path, other
+
+
+def _are_same(value: object, other: object) -> bool:
+    """Whether two values are the same; 1, 1.0 and True are not, though they are equal."""
+    return value == other and (isinstance(value, tuple) or msgspec.json.encode(value) == msgspec.json.encode(other))

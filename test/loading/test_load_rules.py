@@ -490,13 +490,17 @@ def test_all_that_is_stored_for_an_object_under_two_keys_is_compared(tmp_path: P
         {"a": Settings(x=np.arange(3)), "b": Settings(x=np.arange(3) + 1)},
         {"a": Settings(x=1), "b": Settings(y=1)},
         {"a": Settings(x=1), "b": Settings(x=1, y=1)},
+        {"a": Settings(x=1), "b": Settings(x=True)},
+        {"a": Settings(x=[0.0]), "b": Settings(x=[-0.0])},
+        {"a": Settings(x={1: "a"}), "b": Settings(x={1.0: "a"})},
     ):
         save_alone(stored, tmp_path)
         with pytest.raises(StateDictMismatchError, match="is the same as a.. in the state_dict"):
             load_alone({"a": target, "b": target}, tmp_path)
-    save_alone({"a": Settings(x=np.arange(3)), "b": Settings(x=np.arange(3))}, tmp_path)
-    load_alone({"a": target, "b": target}, tmp_path)
-    assert target.values["x"].tolist() == [0, 1, 2]
+    for same in (np.arange(3), {"x": (float("nan"), [1, 1.0, True])}):
+        save_alone({"a": Settings(x=same), "b": Settings(x=same)}, tmp_path)
+        load_alone({"a": target, "b": target}, tmp_path)
+        assert repr(target.values["x"]) == repr(same)
 
 
 def test_a_tuple_under_two_keys_is_replaced_under_each(tmp_path: Path) -> None:
