@@ -222,7 +222,7 @@ def load_merged_state_dict(
     Raises:
         CheckpointNotFoundError: there is no such checkpoint, or nothing in it matches.
         CheckpointCorruptedError: stored bytes are not what was written.
-        StateDictMismatchError: recipes do not fit the checkpoint.
+        StateDictMismatchError: recipes do not fit the checkpoint, or it has only a part of a tensor.
         ValueError: statements of an aoa_config cannot be carried out; or an option would have no effect.
 
     Examples:

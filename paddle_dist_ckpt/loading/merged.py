@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Literal
 
 from ..control import NoTransport, SoloHub
@@ -53,6 +53,7 @@ def load_merged(
     chosen: Chosen
     leaves: Leaves
     values: dict[str, Any] = {}
+    left: Container[str] = ()
 
     def scan() -> Leaves:
         nonlocal metadata, chosen, leaves
@@ -61,18 +62,25 @@ def load_merged(
         _add_leaves(leaves, metadata, chosen, adapter.empty)
         return leaves
 
+    def restore(found: Mapping[str, Any], untouched: Container[str]) -> None:
+        nonlocal left
+        values.update(found)
+        left = untouched
+
     with SoloHub().session("load", options.timeout) as session:
         # Whole tensors are loaded under the keys that they have, and those that are not chosen are not asked for.
         plain = dataclasses.replace(options, key_map=None, recipes=None, strict=bool(options.strict))
         context = LoadContext(
             storage, session, NoTransport(), adapter, plain, threads, arranger=arranger, is_part=is_part
         )
-        restore, read = (lambda found, _: values.update(found)), (lambda _: metadata)
-        LeavesLoad(scan, restore, context, unique_id, read=read).run()
+        report = LeavesLoad(scan, restore, context, unique_id, read=lambda _: metadata).run()
+    for reason in report.skipped:  # memory that nothing was read to
+        _logger.warning("left out: %s", reason)
     values.update(zip(leaves.tensor_paths, leaves.tensors, strict=True))
     if flat:
-        return dict(zip(chosen.keys(metadata), map(values.__getitem__, chosen.paths), strict=True))
-    tree: dict[Any, Any] = build_tree((place, values[path]) for path, place in chosen.paths.items())
+        pairs = zip(chosen.keys(metadata), chosen.paths, strict=True)
+        return {key: values[path] for key, path in pairs if path not in left}
+    tree: dict[Any, Any] = build_tree((place, values[path]) for path, place in chosen.paths.items() if path not in left)
     return tree
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, LoadReport, PerRank, StateDictMismatchError
+from paddle_dist_ckpt import LoadOptions, LoadReport, PerRank, StateDictMismatchError, stored
 from paddle_dist_ckpt.testing import run_ranks
 from test.jobs import Counter, all_ok, errors_of, load_whole, saved_by_two
 from test.readers.torch_writer import DCPWriter, saved, tensor
@@ -75,6 +75,26 @@ def test_what_is_stored_and_cannot_be_read_is_listed_too(tmp_path: Path) -> None
     assert loaded(tmp_path, [wanted], strict=False)[0].unused_keys == (), "it is asked for"
     (problem,) = problems(tmp_path, [wanted], allow_missing=["gaps"])
     assert problem.startswith("gaps: "), "it is not missing"
+
+
+@pytest.mark.parametrize("recipes", [None, {"made": stored("parts.0").T}])
+@pytest.mark.parametrize("flat", [False, True])
+def test_what_is_not_stored_whole_is_left_out_of_a_merged_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flat: bool, recipes: Any
+) -> None:
+    writer = DCPWriter()
+    writer.add("parts.0", "float32", np.ones((4, 6), np.float32), [(slice(0, 2), slice(None))])
+    writer.add("whole", "float32", np.ones((4, 6), np.float32))
+    for name, content in writer.all_files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(StateDictMismatchError, match="exactly once"):
+        load_whole(tmp_path, flat=flat, options=LoadOptions(recipes=recipes))
+    merged = load_whole(tmp_path, flat=flat, options=LoadOptions(strict=False, recipes=recipes))
+    assert merged.keys() == {"whole"}
+    assert merged["whole"].all()
+    key = "parts.0" if recipes is None else "made"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"left out: {key}: the checkpoint does not hold the region [0:4,0:6]")
 
 
 def test_what_one_rank_asks_for_is_asked_for(tmp_path: Path) -> None:
