@@ -221,6 +221,15 @@ def _engine(
                     inputs[parameter] = self.make_input_tensor(parameter, tensor.shape, dtype)
             return inputs
 
+        def shape_propagation(self) -> None:
+            # Paddle 3.3.1 takes a tensor that is split in one, or made of one, for the same under two names, of which
+            # one is left where nothing is said to be wanted.
+            for statement in self.statements:
+                is_single = len(statement.left_vars) == len(statement.right_vars) == 1
+                if is_single and [one.key for one in statement.attrs] == ["axis"]:
+                    statement.attrs = []
+            super().shape_propagation()
+
     sources, destinations = _StoredParts(module, stored, config["aoa_statements"]), _wanted_parts(module, wanted)
     check_numbers(config, stored)
     check_counts(module, config, sources, destinations)

@@ -642,6 +642,34 @@ def test_whole_tensors_of_everything(tmp_path: Path) -> None:
         assert_same(to_array(exported[key]), np.ascontiguousarray(array))
 
 
+def made_whole(folder: Path, statements: list[str]) -> dict[str, Any]:
+    """All that statements make or leave of a checkpoint; a merged load and an export say the same."""
+    options = LoadOptions(aoa_config={"aoa_statements": statements})
+    made = load_merged_state_dict(folder / "saved", options=options)
+    export(folder / "saved", folder / "out", options=options)
+    exported = load_merged_state_dict(folder / "out")
+    assert set(made) == set(exported)
+    for key, tensor in made.items():
+        assert_same(to_array(tensor), to_array(exported[key]))
+    return {key: to_array(tensor).tolist() for key, tensor in made.items()}
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("f -> gate, up, fused_ffn", {"gate": [[0, 1, 2]], "up": [[3, 4, 5]]}),
+        (f"f -> q, k, v, fused_qkv, {HEADS.replace('2', '1')}", {"q": [[0, 1, 2, 3]], "k": [[4]], "v": [[5]]}),
+        (f"f -> q, k, v, fused_qkv_old, {HEADS.replace('2', '1')}", {"q": [[0, 1, 2, 3]], "k": [[4]], "v": [[5]]}),
+        ("f -> x, axis=1", {"x": [[0, 1, 2, 3, 4, 5]]}),
+    ],
+)
+def test_all_that_is_made_has_its_key_where_there_is_one_part_of_it(
+    tmp_path: Path, statement: str, expected: dict[str, Any]
+) -> None:
+    save_state_dict({"f": tensor_of(np.arange(6, dtype="float32").reshape(1, 6))}, tmp_path / "saved")
+    assert made_whole(tmp_path, [statement]) == expected
+
+
 def test_statements_that_change_nothing_are_errors_for_whole_tensors_too_if_nothing_may_be_idle(tmp_path: Path) -> None:
     save_state_dict({"a": paddle.ones([2, 3]), "b": paddle.zeros([2, 3])}, tmp_path / "saved")
     config = {"aoa_statements": ["a -> b", "l.$LAYER_ID.q -> l.$LAYER_ID.k"]}
