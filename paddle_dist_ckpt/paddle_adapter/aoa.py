@@ -228,7 +228,13 @@ def _engine(
                 is_single = len(statement.left_vars) == len(statement.right_vars) == 1
                 if is_single and [one.key for one in statement.attrs] == ["axis"]:
                     statement.attrs = []
+            # And it has a stored tensor for one that is made under the same name there.
+            self.destination_state_shard_info = destinations or {}
             super().shape_propagation()
+            if destinations is None:
+                stay = {key: one for key, one in self.input_vars.items() if key not in self.need_remove_input_vars}
+                left = {key: one for key, one in {**stay, **self.intermediate_vars}.items() if not one.out_degree}
+                self.output_vars = {key: self.identity(one) for key, one in left.items()}
 
     sources, destinations = _StoredParts(module, stored, config["aoa_statements"]), _wanted_parts(module, wanted)
     check_numbers(config, stored)
