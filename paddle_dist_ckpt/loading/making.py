@@ -47,13 +47,12 @@ class RecipeArranger:
     def arrange(
         self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None
     ) -> dict[str, Arranged | None]:
-        """See :class:`..core.parts.Arranger`. What does not fit is left out."""
+        """See :class:`..core.parts.Arranger`. What does not fit is left out, and so is what is as it is stored: what is
+        wanted was chosen of all that is made, and is made likewise."""
+        made = self.make(stored, str).tensors
         if wanted is None:
-            return dict(self.make(stored, str).tensors)
-        matching = match_recipes(self._recipes, {key: key for key in wanted})
-        others = {key: tensor for key, tensor in wanted.items() if key not in matching.recipes}
-        found = self._rest.arrange(stored, others) if self._rest is not None else {}
-        return {**found, **_made(matching, stored, str)[0]}
+            return dict(made)
+        return {key: made[key] for key in wanted if key in made and not is_itself(key, made[key], stored)}
 
     def idle(
         self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None

@@ -687,6 +687,13 @@ def test_what_is_made_under_a_stored_key_stands_for_what_was_stored(
     assert made_whole(tmp_path, statements) == {key: arrays[source] for key, source in expected.items()}
 
 
+@pytest.mark.parametrize(("statements", "left"), [(["_ -> b"], "ab"), (["a -> b", "a -> _"], "")])
+def test_whole_tensors_are_never_what_memory_had_before(tmp_path: Path, statements: list[str], left: str) -> None:
+    arrays = {"a": [[1.0, 2.0]], "b": [[3.0, 4.0]], "c": [[5.0]]}
+    save_state_dict({key: paddle.to_tensor(values) for key, values in arrays.items()}, tmp_path / "saved")
+    assert made_whole(tmp_path, statements) == {key: arrays[key] for key in (*left, "c")}
+
+
 def test_statements_that_change_nothing_are_errors_for_whole_tensors_too_if_nothing_may_be_idle(tmp_path: Path) -> None:
     save_state_dict({"a": paddle.ones([2, 3]), "b": paddle.zeros([2, 3])}, tmp_path / "saved")
     config = {"aoa_statements": ["a -> b", "l.$LAYER_ID.q -> l.$LAYER_ID.k"]}
