@@ -222,6 +222,9 @@ def _engine(
             return inputs
 
         def shape_propagation(self) -> None:
+            for one in (one for statement in self.statements for one in statement.attrs if one.key == "permute"):
+                if not str(one.value).startswith("["):  # Paddle 3.3.1 takes it for a cast of what has another shape
+                    raise ValueError(f"permute must be a list of axes, such as '[1, 0]', not {one.value!r}")
             # Paddle 3.3.1 takes a tensor that is split in one, or made of one, for the same under two names, of which
             # one is left where nothing is said to be wanted.
             for statement in self.statements:

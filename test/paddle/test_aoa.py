@@ -564,6 +564,7 @@ def test_what_does_not_fit(tmp_path: Path, statements: list[str], shape: Any, dt
         (["a -> x, permute=x"], "Unexpected value"),
         (["a -> t, dtype='bfloat16'", "t -> x, dtype='float32'"], "by way of bfloat16 would round twice"),
         (["a, b -> x, axis=0", "b -> _"], "x is made of tensors some of which are dropped"),
+        (['a -> x, permute="(1, 0)"'], "permute must be a list of axes, such as '[1, 0]', not '(1, 0)'"),
     ],
 )
 def test_statements_that_cannot_be_done(tmp_path: Path, statements: list[str], text: str) -> None:
@@ -572,6 +573,15 @@ def test_statements_that_cannot_be_done(tmp_path: Path, statements: list[str], t
     assert isinstance(error, ValueError)
     assert str(error).startswith("aoa_config: ")
     assert text in str(error)
+
+
+def test_states_are_not_left_as_they_lie_where_a_permutation_is_none(tmp_path: Path) -> None:
+    """Of these alone there is nothing that would be cast to what it is taken for."""
+    state = {"x.w_0": np.full((3, 3), 7, "float32")}
+    error = one_rank(tmp_path, {"a.w_0": array_of((3, 3), "float32", 0)}, state, ['a -> x, permute=" [1, 0]"'])
+    assert isinstance(error, ValueError)
+    assert "permute must be a list of axes" in str(error)
+    assert (state["x.w_0"] == 7).all()
 
 
 @pytest.mark.parametrize(
