@@ -8,6 +8,7 @@ from paddle.base.framework import EagerParamBase
 
 from ..tree.objects import ObjectKind
 from ..tree.state_dict import Leaves
+from .masters import copies_of
 from .objects import parameters_of, state_of_parameter
 
 __all__ = ["without_frozen"]
@@ -23,6 +24,8 @@ def without_frozen(leaves: Leaves) -> Leaves:
         if _is_frozen(parameter)
         for one in state_of_parameter(opened.value, parameter)
     }
+    for opened in leaves.objects:
+        left_out |= {id(copy) for parameter, copy in copies_of(opened.value, opened.state) if _is_frozen(parameter)}
     pairs = zip(leaves.tensor_paths, leaves.tensors, strict=True)
     frozen = {path: one for path, one in pairs if _is_frozen(one) or id(one) in left_out}
     paths = [path for path in leaves.tensor_paths if path not in frozen]

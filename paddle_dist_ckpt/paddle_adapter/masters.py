@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -20,12 +20,12 @@ from ..tree.names import SHARDED_MASTER
 from ..tree.objects import ObjectKind, OpenedObject
 from ..tree.paths import plain_key
 from ..tree.state_dict import Leaves
-from .objects import MASTERS, parameters_of
+from .objects import MASTERS, own_tensors, parameters_of
 from .placement import layout_of, local_box, mesh_coordinate
 from .sharded_weight import WeightPart, is_sharded_weight
 from .wrappers import INNER, unwrapped
 
-__all__ = ["renew_masters"]
+__all__ = ["copies_of", "renew_masters"]
 
 Names = Callable[[Sequence[Any]], Sequence[str | None]]
 
@@ -49,7 +49,7 @@ def renew_masters(
     below = tuple(f"{one.path}/" for one in leaves.objects if one.kind is ObjectKind.OPTIMIZER)
     entries = zip(leaves.tensor_paths, leaves.tensors, strict=True)
     pairs += _named_alike([tensor for path, tensor in entries if not path.startswith(below)], names)
-    copies = {id(parameter): copy for one in leaves.objects for parameter, copy in _copies(one)}
+    copies = {id(parameter): copy for one in leaves.objects for parameter, copy in copies_of(one.value, one.state)}
     found = [(copies.get(id(parameter), parameter), master) for parameter, master in pairs]
     due = [(source, master) for source, master in found if id(source) in filled and id(master) in lacking]
     done = {id(master) for source, master in due if _set_to(master, source, rank)}
@@ -73,12 +73,12 @@ def _of_optimizer(opened: OpenedObject) -> Iterator[tuple[Any, Any]]:
         optimizer, state = unwrapped(optimizer).inner_optimizer, state[INNER]
 
 
-def _copies(opened: OpenedObject) -> Iterator[tuple[Any, Any]]:
-    """The parameters of which a layer's state has copies, in another dtype, with these."""
-    layer = unwrapped(opened.value)
+def copies_of(value: Any, state: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The parameters and buffers of which a layer's state has copies, in another dtype, with these."""
+    layer = unwrapped(value)
     if isinstance(layer, paddle.nn.Layer):
-        for key, parameter in layer.named_parameters():
-            copy = opened.state.get(key)
+        for key, parameter in own_tensors(layer).items():
+            copy = state.get(key)
             if copy is not None and copy is not parameter:
                 yield parameter, copy
 

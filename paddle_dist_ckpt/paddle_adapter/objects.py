@@ -32,6 +32,7 @@ __all__ = [
     "make_accumulators",
     "needs_all_entries",
     "optimizer_state",
+    "own_tensors",
     "parameters_of",
     "restore",
     "state_of_parameter",
@@ -280,7 +281,7 @@ def _restore_layer(layer: Any, state: dict[str, Any]) -> list[str]:
     names = set(missing)  # a wrapper's setter says them without the wrapper's own name for what it wraps
     lost = [
         tensor
-        for key, tensor in (_own_tensors(layer).items() if names else ())
+        for key, tensor in (own_tensors(layer).items() if names else ())
         if id(tensor) not in filled and not names.isdisjoint(key[at:] for at in _starts(key))
     ]
     copies = [key for key in not_taken if isinstance(given[key], paddle.Tensor)]
@@ -300,7 +301,7 @@ def _starts(key: str) -> list[int]:
     return [0, *(i + 1 for i, letter in enumerate(key) if letter == ".")]
 
 
-def _own_tensors(layer: Any) -> dict[str, Any]:
+def own_tensors(layer: Any) -> dict[str, Any]:
     """A layer's parameters and buffers by all keys that they have, where a hook on ``state_dict()`` is left out."""
     own = dict(layer._state_dict_impl(use_hook=False))
     return {key: tensor for key, tensor in own.items() if isinstance(tensor, paddle.Tensor)}
@@ -308,7 +309,7 @@ def _own_tensors(layer: Any) -> dict[str, Any]:
 
 def _in_own_dtypes(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """The state with each tensor in its dtype in the layer; ``set_state_dict`` takes no other."""
-    by_key = _own_tensors(layer)
+    by_key = own_tensors(layer)
     by_name = {tensor.name: tensor for tensor in by_key.values()}
     converted = dict(state)
     for key, value in state.items():

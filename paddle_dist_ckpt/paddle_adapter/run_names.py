@@ -11,6 +11,7 @@ from ..core.messages import counted
 from ..errors import StateDictMismatchError, UnsupportedValueError
 from ..tree.paths import parse_path
 from ..tree.state_dict import flatten
+from .masters import copies_of
 from .objects import check_optimizer, optimizer_state
 from .static_program import SCHEDULER
 from .tensors import PaddleAdapter
@@ -24,9 +25,12 @@ _TOP = "/optimizer/"
 
 def model_state_of_run(loaded: Mapping[str, Any], model: Any, frozen: bool, variable_names: bool) -> dict[str, Any]:
     """See :func:`paddle_dist_ckpt.model_state_dict`; ``model`` is a layer."""
-    left_out = set() if frozen else {id(one) for one in model.parameters() if one.stop_gradient}
+    own, left_out = model.state_dict(), set[int]()
+    if not frozen:
+        pairs = [*((one, one) for one in model.parameters()), *copies_of(model, own)]
+        left_out = {id(entry) for parameter, entry in pairs if parameter.stop_gradient}
     state, problems = {}, list[str]()
-    for key, tensor in model.state_dict().items():
+    for key, tensor in own.items():
         if id(tensor) not in left_out:
             state[tensor.name if variable_names else key] = loaded.get(key)
             problems += _problems(key, loaded.get(key), tensor)

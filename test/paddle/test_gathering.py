@@ -9,7 +9,14 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, PerRank, StateDictMismatchError, gather_state_dict, scatter_state_dict
+from paddle_dist_ckpt import (
+    LoadOptions,
+    PerRank,
+    StateDictMismatchError,
+    gather_state_dict,
+    model_state_dict,
+    scatter_state_dict,
+)
 from paddle_dist_ckpt.saving import apart
 from test.paddle import cases_gathering as cases
 from test.paddle.versions import FROM_LOCAL, lacks
@@ -206,6 +213,30 @@ def test_a_whole_may_have_what_is_not_trained(strict: Any) -> None:
     with pytest.raises(StateDictMismatchError, match="nothing asks for it"):
         options = LoadOptions(strict="all")
         scatter_state_dict({**whole, "more": 1}, {"model": model}, frozen=False, options=options)
+
+
+class Tied(paddle.nn.Layer):
+    """A model with a weight that is not trained and has two keys; its state has copies of another dtype."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (paddle.nn.Linear(2, 2, bias_attr=False) for _ in "abc")
+        self.c.weight = self.b.weight
+        self.b.weight.stop_gradient = True
+        for parameter in self.parameters():
+            parameter.set_value(paddle.full([2, 2], fill))
+        self.register_state_dict_hook(
+            lambda state: state.update({key: one.cast("float64") for key, one in state.items()})
+        )
+
+
+def test_copies_of_what_is_not_trained_are_left_out_too() -> None:
+    """As of a layer from ``amp.decorate(save_dtype=...)``."""
+    model, whole = Tied(1.0), gather_state_dict({"model": Tied(2.0)})
+    assert set(gather_state_dict({"model": model}, frozen=False)["model"]) == {"a.weight"}
+    assert set(model_state_dict(whole["model"], model, frozen=False)) == {"a.weight"}
+    scatter_state_dict(whole, {"model": model}, frozen=False)
+    assert [float(one.weight[0, 0]) for one in (model.a, model.b)] == [2.0, 1.0]
 
 
 # -- values of which each rank has its own
