@@ -16,6 +16,7 @@ from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..files.names import step_of
+from ..folder.catalogs import foreign_ids
 from ..folder.checkpoint import read_checkpoint
 from ..folder.ids import committed_ids, metadata_ids
 from ..folder.nothing import managers_text
@@ -169,11 +170,14 @@ def checkpoint_facts(storage: Storage, unique_id: int | None, pattern: str | Non
     if pattern is not None and not tensors and not values:
         examples = examples_text(metadata, pattern)
         raise CheckpointNotFoundError(f"no key of checkpoint {metadata.unique_id} matches {pattern!r}; {examples}")
+    ids = committed_ids(storage)
+    if metadata.format != "native":  # those of our own are not beside others in any list, but they are in the folder
+        ids = sorted({*ids, *foreign_ids(storage), metadata.unique_id})
     return CheckpointFacts(
         path=storage.location,
         format=metadata.format,
         unique_id=metadata.unique_id,
-        ids=committed_ids(storage) if metadata.format == "native" else [metadata.unique_id],
+        ids=ids,
         world_size=metadata.world_size,
         created=metadata.created,
         library=metadata.library,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import LocalStorage, Metadata, SaveOptions, export
+from paddle_dist_ckpt import LocalStorage, Metadata, SaveOptions, export, list_checkpoints
 from paddle_dist_ckpt.cli import inspection
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.manager.steps import NOTE, step_folder
@@ -213,6 +213,19 @@ def test_other_checkpoints_of_the_folder_are_named(tmp_path: Path) -> None:
     for number in (1, 2, 5):
         save_alone({"a": make_array((4,))}, tmp_path, number)
     assert "\nother ids  1, 5\n" in run("inspect", tmp_path, "--id", 2)
+
+
+def test_other_checkpoints_of_another_format_are_named(tmp_path: Path) -> None:
+    save_alone({"a": make_array((4,))}, tmp_path / "own")
+    for number in (0, 3):
+        export(tmp_path / "own", tmp_path / f"{number}", "paddle")
+        data = (tmp_path / f"{number}" / "0.metadata").read_bytes()
+        (tmp_path / f"{number}.metadata").write_bytes(data.replace(b"0_0.distcp", f"0_{number}.distcp".encode()))
+        shutil.copy(tmp_path / f"{number}" / "0_0.distcp", tmp_path / f"0_{number}.distcp")
+    assert "\nother ids  0\n" in run("inspect", tmp_path)
+    assert answer("inspect", tmp_path, "--id", 0)["ids"] == list_checkpoints(tmp_path) == [0, 3]
+    save_alone({"a": make_array((4,))}, tmp_path, 7)
+    assert answer("inspect", tmp_path, "--id", 0)["ids"] == [0, 3, 7]
 
 
 def test_what_is_not_read_of_another_format_is_said_with_the_reason(tmp_path: Path) -> None:
