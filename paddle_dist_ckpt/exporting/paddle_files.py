@@ -8,7 +8,7 @@ from typing import Any
 from ..core.shards import Kind
 from ..errors import UnsupportedValueError
 from ..tree.building import build_tree
-from ..tree.paths import Part, parse_path, plain_key
+from ..tree.paths import Part, parent_of, parse_path, plain_key
 from .pickles import Instance, pickled
 from .plan import ExportFile, ExportTensor, fill_files
 
@@ -120,6 +120,12 @@ def plan_pdparams(tensors: Sequence[ExportTensor], values: Sequence[tuple[str, A
     arrays = {tensor.path for tensor in tensors if tensor.kind == Kind.ARRAY}
     if len(arrays) < len(tensors):
         arrays -= {tensor.path for tensor in tensors if tensor.dtype.name == "bfloat16"}
+    # An array behind a text in a tuple of two would be a tensor of that name, and the text would be lost.
+    texts = {parent_of(path) for path, value in values if path.endswith("/~t0") and isinstance(value, str)}
+    paths = [*(tensor.path for tensor in tensors), *(path for path, _ in values)]
+    for pair in [parent for parent in texts if f"{parent}/~t1" in arrays]:
+        if not any(path.startswith(f"{pair}/~t2") for path in paths):
+            arrays.remove(f"{pair}/~t1")
     leaves = [
         (tensor.path, tensor if tensor.path in arrays else (tensor.name or tensor.key, tensor)) for tensor in tensors
     ]

@@ -124,6 +124,23 @@ def test_arrays_of_bfloat16_stay_that_beside_tensors(dtype: str | None, tmp_path
     assert same_bits(read["half"], arrays["half"])
 
 
+@pytest.mark.parametrize("beside", [{}, {"tensor": split_rows(np.ones((4, 2), np.float32), 1)[0]}])
+def test_a_pair_of_a_text_and_an_array_is_none_of_a_name_and_a_tensor(beside: Any, tmp_path: Path) -> None:
+    """To `paddle.load` a pair with an array in it is a tensor, and its first part no more than the tensor's name."""
+    array = np.arange(3)
+    save_alone({"pair": ("a", array), "three": ("a", array, 1), "list": [("b", array)], **beside}, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
+    found = pickle.loads((tmp_path / "out.pdparams").read_bytes())
+    for text, (name, inner) in (found["pair"], found["list"][0]):
+        assert (text, type(name)) in (("a", str), ("b", str))
+        assert same_bits(inner, array)
+    assert found["three"][0] == "a"
+    assert type(found["three"][1]) is np.ndarray
+    read = load_whole(tmp_path / "out.pdparams")
+    assert (read["pair"][0], read["list"][0][0], read["three"][2]) == ("a", "b", 1)
+    assert same_bits(read["pair"][1], array)
+
+
 @pytest.mark.parametrize("format", ["paddle", "pdparams"])
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "float8_e4m3fn"])
 def test_types_that_paddle_has_no_array_for(tmp_path: Path, format: str, dtype: str) -> None:
