@@ -23,7 +23,7 @@ from .catalog import Catalog, Piece
 from .checks import shown
 from .numpy_pickles import PickledArray
 from .orders import LyingArray
-from .others import LOOK, what_it_is
+from .others import LOOK, is_safetensors, what_it_is
 from .paddle_pickles import PADDLE, flat_pieces, meant
 from .pickled_tree import PickledLeaf, leaves
 from .pickles import walk
@@ -109,7 +109,10 @@ def _state_of(file: WindowedFile) -> PickledState:
     try:
         return PickledState(file)
     except (CheckpointCorruptedError, UnsupportedValueError) as error:
-        kind = what_it_is(file.read(0, min(LOOK, file.size)))
+        start = file.read(0, min(LOOK, file.size))
+        kind = what_it_is(start)
+        if is_safetensors(start):
+            kind = "of safetensors, as paddle.save(safetensors=True) writes it: call it .safetensors, and it is read"
         if kind is None:
             raise
         raise UnsupportedValueError(f"{file.name} is {kind}") from error

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueError
 from paddle_dist_ckpt.readers.catalog import Catalog
 from paddle_dist_ckpt.readers.pdparams import PdparamsReader
+from paddle_dist_ckpt.readers.safetensors import SafetensorsReader
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing.catalogs import read_catalog
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
@@ -487,6 +489,14 @@ def test_tuples_and_lists_of_arrays_have_paths(value: Any, kind: type, tmp_path:
 def test_what_is_no_state_dict_is_refused(content: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises((UnsupportedValueError, CheckpointCorruptedError), match=message):
         read_one(tmp_path, content)
+
+
+def test_a_file_of_safetensors_is_no_damaged_one(tmp_path: Path) -> None:
+    """`paddle.save(state_dict, "model.pdparams", safetensors=True)` writes one under whatever name it is given."""
+    with pytest.raises(UnsupportedValueError, match=r"model.pdparams is of safetensors, .* call it .safetensors"):
+        read_one(tmp_path, save({"w": WEIGHT}))
+    (tmp_path / "model.pdparams").rename(tmp_path / "model.safetensors")
+    assert SafetensorsReader().found([path.name for path in tmp_path.iterdir()]) == [0]
 
 
 def test_what_is_shared_by_many_entries_takes_little_time(tmp_path: Path) -> None:
