@@ -94,7 +94,7 @@ class CheckpointFacts:
         user_metadata: What ``SaveOptions.user_metadata`` held.
         tensors: The tensors that were asked for.
         values: The values that were asked for.
-        left_out: Flat keys of what it has beside that and is not read, with the reasons.
+        left_out: Flat keys of what was asked for beside that and is not read, with the reasons.
     """
 
     path: str
@@ -167,7 +167,9 @@ def checkpoint_facts(storage: Storage, unique_id: int | None, pattern: str | Non
     """
     metadata = read_checkpoint(storage, unique_id)
     tensors, values = _leaves(metadata, pattern)
-    if pattern is not None and not tensors and not values:
+    left_out = {plain_key(path): reason for path, reason in metadata.left_out.items()}
+    left_out = {key: reason for key, reason in left_out.items() if matches(key, pattern)}
+    if pattern is not None and not (tensors or values or left_out):
         examples = examples_text(metadata, pattern)
         raise CheckpointNotFoundError(f"no key of checkpoint {metadata.unique_id} matches {pattern!r}; {examples}")
     ids = committed_ids(storage)
@@ -189,7 +191,7 @@ def checkpoint_facts(storage: Storage, unique_id: int | None, pattern: str | Non
         user_metadata=metadata.user_metadata,
         tensors=tensors,
         values=values,
-        left_out={plain_key(path): reason for path, reason in metadata.left_out.items()},
+        left_out=left_out,
     )
 
 

@@ -238,6 +238,8 @@ def test_what_is_not_read_of_another_format_is_said_with_the_reason(tmp_path: Pa
     text = run("inspect", tmp_path)
     assert "\nnot read: 1 key\n" in text
     assert "F4" in text.partition("not read")[2]
+    assert "F4" in answer("inspect", tmp_path, "b")["left_out"]["b"]
+    assert answer("inspect", tmp_path, "a")["left_out"] == {}
 
 
 def test_layers_that_differ_are_lines_of_their_own(tmp_path: Path) -> None:
