@@ -145,7 +145,9 @@ class CheckpointManager:
         self._end_of_sigterm = on_sigterm(self._schedule.request) if save_on_sigterm else None
 
     def _renew_lock(self) -> None:
-        self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
+        # Guards what is being read against the removal of steps in the background. A handler of a signal may ask, or
+        # save, while the same thread asks.
+        self._lock = threading.RLock()
 
     def _check_root(self) -> None:
         with self._folders() as opened:

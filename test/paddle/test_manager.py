@@ -716,6 +716,30 @@ def test_a_handler_of_the_log_may_ask_the_manager(tmp_path: Path, in_background:
     assert logger.filters == filters
 
 
+@pytest.mark.parametrize("what", ["ask", "save"])
+def test_a_handler_of_a_signal_may_use_the_manager_that_is_being_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    manager, found = CheckpointManager(tmp_path, async_save=False, keep_last=1), list[Any]()
+    manager.save(1, numbers(1))
+    look = Steps.look
+
+    def interrupted(steps: Steps, opened: Folders) -> None:
+        monkeypatch.setattr(Steps, "look", look)
+        if what == "save":
+            manager.save(2, numbers(2))
+        found.append(manager.all_steps())
+        look(steps, opened)
+
+    monkeypatch.setattr(Steps, "look", interrupted)
+    worker = threading.Thread(target=lambda: found.append(manager.latest_step()), daemon=True)
+    worker.start()
+    worker.join(PATIENCE)
+    assert not worker.is_alive(), "it waits for itself"
+    latest = 2 if what == "save" else 1
+    assert found == [[latest], latest]
+
+
 @pytest.mark.parametrize("keep_last", [None, 2])
 def test_a_step_below_those_that_there_are_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, keep_last: int | None
