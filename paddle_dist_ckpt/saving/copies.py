@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from ..tree.paths import plain_key
 from .describe import LocalState
 from .file_plan import FilePlan, Items
-from .messages import RankPlan, WriteRequest
+from .messages import RankPlan
 from .planned_save import PlannedSave
 
 __all__ = ["ALL", "PARTS", "CopyPlan", "copies_that_differ"]
@@ -65,17 +65,21 @@ class CopyPlan:
         """What a plan says, of which the files are known."""
         written, copies = Items.of(state, plan.items), Items.of(state, plan.copies)
         counts = [np.diff(file.table.first_block) for file in files]
-        elements = np.array([box.size for box in copies.boxes], np.int64)[copies.numbers]
-        itemsize = np.array([geometry.dtype.itemsize for geometry, _ in state.shards.cells], np.int64)
         return cls(
             unpack_column(plan.copied, column_size(plan.copied, "copied"), max(1, len(written.rows)), "copied"),
             np.concatenate([np.zeros(0, np.int64), *counts]),
             _starts(state, written),
             copies,
-            elements * itemsize[state.shards.cell[copies.rows]],
+            _sizes(state, copies),
             _starts(state, copies),
             block_bytes,
         )
+
+    def of_own(self, state: LocalState, plan: RankPlan) -> CopyPlan:
+        """One whose copies are what this rank itself would write of which others have copies, where nothing is."""
+        written = Items.of(state, plan.items)
+        own = Items(written.rows[self.copied], written.numbers[self.copied], written.boxes)
+        return replace(self, items=own, sizes=_sizes(state, own), copy_starts=_starts(state, own))
 
     def of_written(self, blocks: Digests, compared: int) -> bytes:
         """A digest of each item that others have copies of; ``blocks`` are those of all blocks of the rank's files."""
@@ -126,6 +130,14 @@ def _digest(block: Any) -> int:
     return xxhash.xxh3_64_intdigest(block)
 
 
+def _sizes(state: LocalState, items: Items) -> IntArray:
+    """The bytes of each item."""
+    elements = np.array([box.size for box in items.boxes], np.int64)[items.numbers]
+    itemsize = np.array([geometry.dtype.itemsize for geometry, _ in state.shards.cells], np.int64)
+    nbytes: IntArray = elements * itemsize[state.shards.cell[items.rows]]
+    return nbytes
+
+
 def _starts(state: LocalState, items: Items) -> IntArray:
     """By how much the parts of each item are shifted: the same on all ranks."""
     of_path = np.array([xxhash.xxh3_64_intdigest(path.encode()) % PARTS for path in state.tensors.paths], np.int64)
@@ -153,15 +165,17 @@ def _combined(blocks: Digests, counts: IntArray, starts: IntArray, compared: int
     return sums[edges[1:]] - sums[edges[:-1]]
 
 
-def copies_that_differ(planned: PlannedSave, written: Mapping[int, WriteRequest]) -> str:
+def copies_that_differ(planned: PlannedSave, digests: Mapping[int, tuple[bytes, bytes]]) -> str:
     """What is to be said of copies that differ from what is written; on the coordinator. Empty if none do.
+
+    ``digests`` are each rank's: of the items that its plan calls ``copied``, and of its ``copies``.
 
     Raises:
         CheckpointError: ranks have sent other digests than those of the plan.
     """
     ranks = planned.state.ranks
-    saved = np.frombuffer(b"".join(written[rank].copied for rank in ranks), "<u8")
-    copies = np.frombuffer(b"".join(written[rank].copies for rank in ranks), "<u8")
+    saved = np.frombuffer(b"".join(digests[rank][0] for rank in ranks), "<u8")
+    copies = np.frombuffer(b"".join(digests[rank][1] for rank in ranks), "<u8")
     if (len(saved), len(copies)) != (len(planned.shared), len(planned.copied)):
         raise CheckpointError(
             f"ranks sent digests of {len(saved)} boxes and {len(copies)} copies; {len(planned.shared)} and "

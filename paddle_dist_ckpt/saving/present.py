@@ -3,9 +3,9 @@
     plan      every rank says what it has; the coordinator plans who would write what
     present   every rank says which files it would write
 
-Nothing is hashed, and nothing is copied ahead but what a load would overwrite while it reads. A file is a name for the
-tensors' memory; what is read of it is copied from there. Partial tensors are reduced between the rounds, and these
-values are kept.
+Nothing is copied ahead but what a load would overwrite while it reads, and nothing is hashed but what ranks have copies
+of. A file is a name for the tensors' memory; what is read of it is copied from there. Partial tensors are reduced
+between the rounds, and these values are kept.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from ..core.local_tensors import LocalTensors
 from ..core.memory import Bytes1D
 from ..core.messages import decode, encode, prepare
 from ..core.protocols import ControlSession, Transport
+from ..errors import UnsupportedValueError
 from ..files.contents import TensorContents
 from ..files.metadata import FileInfo, Metadata, SaveInfo, save_members
 from ..files.names import data_file_name
 from ..storage.base import Folder, FolderIdentity, ReadableFile, Storage
 from ..tree.state_dict import Adapter
 from .apart import set_apart
+from .copies import ALL, PARTS, CopyPlan, copies_that_differ
 from .describe import LocalState, describe, digests_of
 from .file_plan import plan_files
 from .global_state import merge_structures
@@ -52,10 +54,13 @@ FORMAT = "present"
 
 
 class _PresentFiles(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``present``: a rank's files, and how many entries each has."""
+    """Round ``present``: a rank's files, how many entries each has, and the digests by which copies are compared, as in
+    :class:`.messages.WriteRequest`."""
 
     files: list[FileInfo]
     entries: list[int]
+    copied: bytes = b""
+    copies: bytes = b""
 
 
 prepare([_PresentFiles])
@@ -171,7 +176,11 @@ def _make_files(
         storage.files[name] = _PresentFile(part.table.nbytes, contents, Lock() if copies is not None else nullcontext())
         made.files.append(FileInfo(name, part.table.nbytes, ""))
         made.entries.append(len(part.table.names))
-    return made
+    if order.compared is None:
+        return made
+    twice = CopyPlan.of(state, plan, parts, _BLOCK_BYTES)
+    both = [one.of_copies(state, order.compared, 1, session.check) for one in (twice.of_own(state, plan), twice)]
+    return msgspec.structs.replace(made, copied=both[0], copies=both[1])
 
 
 class _PresentCoordinator:
@@ -179,6 +188,7 @@ class _PresentCoordinator:
 
     metadata: Metadata
     _planned: PlannedSave
+    _is_compared: bool
 
     def __init__(self, session: ControlSession, check_replicas: str, adapter: Adapter) -> None:
         self._session, self._check, self._version = session, check_replicas, adapter.version
@@ -198,12 +208,23 @@ class _PresentCoordinator:
         self._planned = make_plan(state, shards, fingerprints, contents.alike)
         self._values = contents.value_json
         self._save = SaveInfo.of_now(secrets.token_hex(8), len(messages), _BLOCK_BYTES, self._version)
-        plans = self._planned.rank_plans
-        return {rank: encode(PlanAnswer(self._planned.plan_id, plans[rank], self._save, 1, [])) for rank in messages}
+        planned, compared = self._planned, None
+        if self._check != "off" and len(planned.copied):  # as in the background: a tenth costs little
+            compared = ALL if self._check == "error" else planned.sampled % PARTS
+        self._is_compared = compared is not None
+        number, plans, save = planned.plan_id, planned.rank_plans, self._save
+        return {rank: encode(PlanAnswer(number, plans[rank], save, 1, [], compared)) for rank in messages}
 
     def present(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``present``."""
         offered = {rank: decode(data, _PresentFiles) for rank, data in messages.items()}
+        text = ""
+        if self._is_compared:
+            text = copies_that_differ(self._planned, {rank: (one.copied, one.copies) for rank, one in offered.items()})
+        if text and (self._check == "error" or self._session.doubtful):
+            raise UnsupportedValueError(text)
+        if text:
+            _logger.warning("%s", text)
         ranks = self._planned.state.ranks
         self.metadata = Metadata(
             **save_members(self._save),

@@ -211,7 +211,9 @@ class SaveCoordinator:
         """Compare the copies that ranks have with what was written; whether all can go on."""
         if self._ordered.compared is None:
             return True
-        text = copies_that_differ(self._ordered.planned, self._written)
+        text = copies_that_differ(
+            self._ordered.planned, {rank: (written.copied, written.copies) for rank, written in self._written.items()}
+        )
         if text and (self._options.check_replicas == "error" or self._context.session.doubtful):
             self._differing = text
         elif text:

@@ -16,7 +16,8 @@ from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.errors import UnsupportedValueError
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.saving import copies
-from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks
+from paddle_dist_ckpt.saving.present import present
+from paddle_dist_ckpt.testing import NumpyAdapter, ShardedArray, SimulatedRank, run_ranks
 from test.jobs import (
     all_ok,
     errors_of,
@@ -266,3 +267,38 @@ def test_layouts_in_memory_do_not_matter(tmp_path: Path) -> None:
     array = make_array((300, 77), "int16")
     states = [{"w": sharded(laid_out(array, "c"), everything(array), how)} for how in ("c", "fortran", "reversed")]
     assert save_on(states, tmp_path, options=options())[0].warnings == ()
+
+
+def presented(states: list[dict[str, Any]], check: str) -> list[Any]:
+    """What ranks get, or raise, that present what they have."""
+
+    def work(rank: SimulatedRank) -> Any:
+        with rank.hub.session("gather_state_dict", 60) as session:
+            return present(lambda: states[rank.rank], session, rank.transport, NumpyAdapter(), check)
+
+    return run_ranks(len(states), work)
+
+
+@pytest.mark.parametrize("how", ["c", "inner"])
+@pytest.mark.parametrize(("key", "at"), [("large", 0), ("large", 512 * 300 - 1), ("small", 3)])
+def test_copies_of_what_is_gathered(key: str, at: int, how: str) -> None:
+    """Nothing is written, and the parts of one tensor come of several ranks."""
+    states = replicated(3, how)
+    all_ok(presented(states, "error"))
+    flip(states[1], key, at)
+    for error in errors_of(presented(states, "error"), UnsupportedValueError):
+        assert "copies of distributed tensors differ among ranks" in str(error)
+        assert f"{key}: rank 1, the minority, differs from ranks 0, 2" in str(error)
+    all_ok(presented(states, "off"))
+
+
+def test_a_tenth_of_the_copies_of_what_is_gathered(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = replicated(2)
+    flip(states[1], "small", 3)
+    for number in range(10):
+        monkeypatch.setattr("paddle_dist_ckpt.saving.planned_save.secrets.randbits", lambda bits, n=number: n)
+        all_ok(presented(states, "auto"))
+    (record,) = caplog.records
+    assert "small" in record.getMessage()
