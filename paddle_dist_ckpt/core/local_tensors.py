@@ -70,7 +70,7 @@ class LocalTensors:
         problems: dict[str, str] = {}
         for start in range(0, len(values), _AT_ONCE):
             some, their_paths = values[start : start + _AT_ONCE], paths[start : start + _AT_ONCE]
-            views = adapter.views(some)
+            views = adapter.views(some, their_paths)
             if views is not None:
                 self._add_all(their_paths, views)
                 continue

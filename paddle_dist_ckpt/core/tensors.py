@@ -158,8 +158,8 @@ class TensorAdapter(Protocol):
         """
         ...
 
-    def views(self, values: Sequence[Any]) -> TensorViews | None:
-        """Look at several tensors at once, which is faster than one by one.
+    def views(self, values: Sequence[Any], paths: Sequence[str] = ()) -> TensorViews | None:
+        """Look at several tensors at once, which is faster than one by one. ``paths`` are theirs.
 
         None if that cannot be done: some of them are like none that :meth:`view` has seen, or cannot be saved.
         """

@@ -20,7 +20,7 @@ from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, TensorView, TensorViews, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
 from ..tree.objects import ObjectKind, state_of
-from ..tree.paths import plain_key
+from ..tree.paths import occurs, plain_key
 from ..tree.state_dict import Leaves
 from . import objects
 from .device import at_device, has_devices, is_on_device
@@ -158,9 +158,11 @@ class PaddleAdapter:
         _check_slice(name, path)
         return TensorView(known.geometry, addresses, value, name)
 
-    def views(self, values: Sequence[Any]) -> TensorViews | None:
+    def views(self, values: Sequence[Any], paths: Sequence[str] = ()) -> TensorViews | None:
         """See :class:`..core.tensors.TensorAdapter`. It cannot be done of those in pieces, or without elements."""
         if IS_PADDLE_2_6 or not self.tensor_types.issuperset(map(type, values)):
+            return None
+        if occurs(f"/{SLICE}", paths):  # some may have to be refused
             return None
         if any(value.dtype is not value.dtype for value in values[:1]):
             return None  # Paddle 3.0 makes a new dtype for each that asks, and so no two tensors would look the same

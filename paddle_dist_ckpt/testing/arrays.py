@@ -144,7 +144,7 @@ class NumpyAdapter:
         geometry = Geometry(Kind.TENSOR, value.dtype, value.shape, value.plain, tuple(pieces), value.reduction)
         return TensorView(geometry, tuple(addresses), value, None)
 
-    def views(self, values: Sequence[Any]) -> None:
+    def views(self, values: Sequence[Any], paths: Sequence[str] = ()) -> None:
         """See :class:`..core.tensors.TensorAdapter`. They are looked at one by one."""
 
     def identity(self, values: Sequence[Any], addresses: Sequence[int]) -> ArrayIdentity | None:

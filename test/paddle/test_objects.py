@@ -709,6 +709,18 @@ def test_a_slice_among_tensors_that_are_known_is_refused(tmp_path: Path) -> None
     assert load_merged_state_dict(str(tmp_path))["w7"].numpy().tolist() == [7.0] * 4
 
 
+@pytest.mark.parametrize("by", ["key", "name"])
+def test_a_slice_among_very_many_tensors_is_refused(tmp_path: Path, by: str) -> None:
+    """All but the first few hundred are looked at together."""
+    tensors = {f"w{i}": paddle.full([4], float(i)) for i in range(600)}
+    part = paddle.ones([4])
+    tensors["part" if by == "name" else "slice@linear_0.w_0_moment1_0"] = part
+    if by == "name":
+        part.name = "slice@linear_0.w_0_moment1_0"
+    with pytest.raises(UnsupportedValueError, match="this is a rank's slice of parameters"):
+        save_state_dict(tensors, str(tmp_path))
+
+
 def test_only_what_is_called_a_slice_is_one(tmp_path: Path) -> None:
     state = {"time-slice@10ms": {"w": paddle.ones([2])}, "slice@": {"w": paddle.ones([3])}}
     save_state_dict(state, str(tmp_path))
