@@ -131,16 +131,21 @@ class _Saving:
         self, state_dict: dict[Any, Any], unique_id: int | None, after: After | None
     ) -> tuple[LocalState, PlanAnswer]:
         """Round ``plan``, and ``describe`` if the coordinator asks for it: what this rank has, and what it is to do."""
-        context, described = self._context, list[LocalState]()
+        context, described, failures = self._context, list[LocalState](), list[Exception]()
 
         def begin() -> bytes:
             may_wait = self._options.when_busy == "wait"
             self._ending.enter_context(context.memory.take_turn(context.ticket, may_wait, context.session.check))
-            return b"" if after is not None and after.is_behind() else request()
+            is_behind = after is not None and after.is_behind()
+            try:  # on all ranks, behind or not: an object's state_dict() may wait for the others' in a collective
+                described.append(describe(state_dict, context.adapter, context.session.rank, context.memory.known))
+            except Exception as error:
+                failures.append(error)
+            return b"" if is_behind else request()
 
         def request() -> bytes:
-            if not described:
-                described.append(describe(state_dict, context.adapter, context.session.rank, context.memory.known))
+            if failures:
+                raise failures[0]
             return encode(self._request(described[0], unique_id))
 
         with self._watch.phase("plan"):

@@ -17,8 +17,11 @@ from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, UnsupportedValueError
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.saving.present import present
+from paddle_dist_ckpt.saving.save import After
 from paddle_dist_ckpt.testing import NumpyAdapter, ShardedArray, SimulatedRank, run_ranks
+from paddle_dist_ckpt.wiring import save_with
 from test.jobs import (
+    Counter,
     alike,
     all_ok,
     errors_of,
@@ -196,3 +199,25 @@ def test_what_ranks_present_is_not_taken_for_replicas_by_different_rules(checks:
 
     for error in errors_of(run_ranks(2, offer), ValueError):
         assert f"rank 1 passed check_replicas={checks[1]!r}, rank 0 check_replicas={checks[0]!r}" in str(error)
+
+
+@pytest.mark.parametrize("behind", [[0], [1], [0, 1]])
+def test_objects_whose_states_need_the_other_ranks_are_asked_on_all_at_once(tmp_path: Path, behind: list[int]) -> None:
+    """Whichever ranks have something to be done first."""
+    met, caught_up = threading.Barrier(2), list[int]()
+
+    class Gathers(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            met.wait(5.0)  # as in a collective
+            return super().state_dict()
+
+    def work(rank: SimulatedRank) -> Any:
+        def find() -> tuple[dict[str, Any], NumpyAdapter]:
+            return {"loader": Gathers()}, NumpyAdapter()
+
+        after = After(lambda _: None, lambda: rank.rank in behind, lambda _: caught_up.append(rank.rank))
+        return save_with(rank.connection, find, tmp_path, 0, False, SaveOptions(timeout=60), after)
+
+    all_ok(run_ranks(2, work))
+    assert sorted(caught_up) == [0, 1]
+    assert load_whole(tmp_path)["loader"] == {"n": 0}
