@@ -131,7 +131,8 @@ class Answering:
                 self._lack(path, moved.get(path, path), found, is_tensor=True)
         schedulers = {scheduler for path in wanted.values if (scheduler := _scheduler_of(path)) is not None}
         self.without_tensors.update(scheduler.removesuffix(_SCHEDULER) for scheduler in schedulers)
-        asked = set(wanted.tensors) if "object" in wanted.values.values() else ()
+        has_objects = "object" in wanted.values.values()
+        asked = dict.fromkeys(wanted.tensors, True) | dict.fromkeys(wanted.spared, False) if has_objects else {}
         for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
             if present == "object":
@@ -282,12 +283,13 @@ class Answering:
             found.renamed.setdefault(stored, []).append(wanted)
 
     def _answer_object(
-        self, path: str, source: str, asked: Container[str], arrays: Container[str], found: _Draft
+        self, path: str, source: str, asked: Mapping[str, bool], arrays: Container[str], found: _Draft
     ) -> None:
-        """All values and arrays at or below a path; the tensors there have to be wanted by themselves: ``asked`` has
-        the paths of all that are, some of which may be stored elsewhere.
+        """All values and arrays at or below a path; the tensors there have to be wanted by themselves.
 
         In other formats an array may look like a tensor; ``arrays`` has the paths at which the object has one.
+        ``asked`` says of the paths of all tensors whether they are wanted, wherever they are stored, or left as they
+        are.
         """
         below = [source] if self._is_value(source) else self._below(source)
         if not below or (source in self._values and not _is_dict(self._values[source])):
@@ -295,12 +297,14 @@ class Answering:
             return
         for stored in below:
             wanted = path + stored[len(source) :]
+            if asked.get(wanted) is False:
+                continue
             if self._is_value(stored) or self._metadata.table.kinds[self._index[stored]] == Kind.ARRAY:
                 self._take(stored, wanted, found)
             elif self._metadata.format != "native" and wanted in arrays:
                 found.arrays.add(self._index[stored])
                 self._take(stored, wanted, found)
-            elif self._index[stored] not in found.tensors and wanted not in asked:
+            elif wanted not in asked and self._index[stored] not in found.tensors:
                 found.unfit[wanted] = self._what_is(stored)
 
     def _answer_own(self, path: str, source: str, found: _Draft) -> None:

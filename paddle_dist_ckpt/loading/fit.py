@@ -49,8 +49,6 @@ class Fit:
         self.stored, self.answer, self.wanted = stored, answer, wanted
         self._table = self.stored.table
         self.refused: set[str] = set()
-        for path in answer.unfit.keys() & wanted.skipped:  # a tensor of an object, which takes all that is stored
-            del answer.unfit[path]
         self._incomplete: set[str] = set()  # paths of objects that are left as they are
         self.problems = wanted.problems + _unfit(answer, wanted) + self._refuse_differing(answer.values)
         self._incomplete = self._incomplete_objects()

@@ -296,6 +296,7 @@ class LeavesLoad:
             wanted.kept,
             tensors.tied(),
             [] if self.thaw is None else wanted.frozen,
+            wanted.spared.paths,
         )
         choices = {name: repr(getattr(self.context.options, name)) for name in _COMPARED}
         choices |= {name: repr(list(getattr(self.context.options, name))) for name in _SEQUENCES}

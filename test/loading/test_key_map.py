@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointError, LoadOptions, LoadReport, PerRank, StateDictMismatchError, stored
+from paddle_dist_ckpt import CheckpointError, LoadOptions, LoadReport, PerRank, StateDictMismatchError, export, stored
 from paddle_dist_ckpt.core.box import whole
 from paddle_dist_ckpt.loading.key_map import matcher
 from paddle_dist_ckpt.testing import ShardedArray, run_ranks, shard_array
@@ -116,6 +116,7 @@ def test_objects_subtrees_and_ranks_own_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ["", "one.pdparams"])
 @pytest.mark.parametrize(
     ("key_map", "found"),
     [
@@ -126,12 +127,14 @@ def test_objects_subtrees_and_ranks_own_values(tmp_path: Path) -> None:
     ],
 )
 def test_a_tensor_of_an_object_that_takes_all_that_is_stored(
-    tmp_path: Path, key_map: Any, found: float, strict: bool
+    tmp_path: Path, key_map: Any, found: float, name: str, strict: bool
 ) -> None:
     save_alone({"counter": with_tensor(1.0), "other": with_tensor(3.0), "x": tensor(2.0)}, tmp_path)
+    if name:
+        export(tmp_path, tmp_path / name, "pdparams")
     target = {"counter": with_tensor(0.0), "other": with_tensor(0.0)}
     own = target["counter"].state["t"]
-    report = loaded(tmp_path, target, key_map, strict=strict)
+    report = loaded(tmp_path / name, target, key_map, strict=strict)
     assert own.pieces[0].tolist() == [found] * 2
     assert target["counter"].state["table"] == [1]
     assert target["counter"].state["t"] is own
