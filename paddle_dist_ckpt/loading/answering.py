@@ -30,6 +30,7 @@ __all__ = ["Answering"]
 
 _SCHEDULER = "/LR_Scheduler"
 _GROUP = 256  # ranks that are told of each other's values
+_SPARED = -1  # the place of a tensor that the key_map says is left as it is
 _NO_KEYS = ("~l", "~t", "~r")  # how what is below a list, a tuple or ranks' own values goes on
 
 
@@ -131,8 +132,9 @@ class Answering:
                 self._lack(path, moved.get(path, path), found, is_tensor=True)
         schedulers = {scheduler for path in wanted.values if (scheduler := _scheduler_of(path)) is not None}
         self.without_tensors.update(scheduler.removesuffix(_SCHEDULER) for scheduler in schedulers)
-        has_objects = "object" in wanted.values.values()
-        asked = dict.fromkeys(wanted.tensors, True) | dict.fromkeys(wanted.spared, False) if has_objects else {}
+        asked: dict[str, int | None] = {}
+        if "object" in wanted.values.values():
+            asked = dict.fromkeys(wanted.tensors) | places | dict.fromkeys(wanted.spared, _SPARED)
         for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
             if present == "object":
@@ -283,29 +285,33 @@ class Answering:
             found.renamed.setdefault(stored, []).append(wanted)
 
     def _answer_object(
-        self, path: str, source: str, asked: Mapping[str, bool], arrays: Container[str], found: _Draft
+        self, path: str, source: str, asked: Mapping[str, int | None], arrays: Container[str], found: _Draft
     ) -> None:
         """All values and arrays at or below a path; the tensors there have to be wanted by themselves.
 
         In other formats an array may look like a tensor; ``arrays`` has the paths at which the object has one.
-        ``asked`` says of the paths of all tensors whether they are wanted, wherever they are stored, or left as they
+        ``asked`` has the place that was found for each wanted tensor, and that of none for those that are left as they
         are.
         """
         below = [source] if self._is_value(source) else self._below(source)
         if not below or (source in self._values and not _is_dict(self._values[source])):
             self._lack(path, source, found)
             return
+        inside: set[int | None] | None = None
         for stored in below:
             wanted = path + stored[len(source) :]
-            if asked.get(wanted) is False:
+            if asked.get(wanted) == _SPARED:
                 continue
             if self._is_value(stored) or self._metadata.table.kinds[self._index[stored]] == Kind.ARRAY:
                 self._take(stored, wanted, found)
             elif self._metadata.format != "native" and wanted in arrays:
                 found.arrays.add(self._index[stored])
                 self._take(stored, wanted, found)
-            elif wanted not in asked and self._index[stored] not in found.tensors:
-                found.unfit[wanted] = self._what_is(stored)
+            elif wanted not in asked:
+                if inside is None:  # where objects in this one call a tensor otherwise
+                    inside = {place for one, place in asked.items() if one.startswith(f"{path}/")}
+                if self._index[stored] not in inside:
+                    found.unfit[wanted] = self._what_is(stored)
 
     def _answer_own(self, path: str, source: str, found: _Draft) -> None:
         """What every rank has of its own at a path."""

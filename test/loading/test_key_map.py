@@ -142,6 +142,21 @@ def test_a_tensor_of_an_object_that_takes_all_that_is_stored(
 
 
 @pytest.mark.parametrize(
+    ("key_map", "more", "key"),
+    [({"other": "counter"}, {"counter": 0.0}, "other.t"), ({"x": "counter.t"}, {"x": 0.0}, "counter.t")],
+)
+def test_a_tensor_that_an_object_does_not_have_is_missed_there_whoever_else_wants_it(
+    tmp_path: Path, key_map: Any, more: dict[str, float], key: str
+) -> None:
+    save_alone({"counter": with_tensor(1.0)}, tmp_path)
+    asked = {name: tensor(value) if name == "x" else with_tensor(value) for name, value in more.items()}
+    with pytest.raises(StateDictMismatchError) as caught:
+        loaded(tmp_path, {key.partition(".")[0]: holder([0]), **asked}, key_map)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{key}: the state_dict has no such entry in its object")
+
+
+@pytest.mark.parametrize(
     ("entry", "hint"), [("model.haed", ""), ("model.", "no dot or star at the end: 'model'"), ("model.*", ": 'model'")]
 )
 def test_an_entry_that_matches_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: str, hint: str) -> None:
