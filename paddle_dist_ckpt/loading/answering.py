@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, compress, filterfalse
@@ -98,6 +99,7 @@ class Answering:
         self._asked_values: set[str] = set()
         self.without_tensors: set[str] = set()
         self._frozen: dict[str, list[tuple[str, str]]] = {}  # see WantedPaths, by the path of the stored parameter
+        self._lacking: list[tuple[list[str], set[str]]] = []  # what ranks want, and for which of it nothing was found
 
     @cached_property
     def _path_of_key(self) -> Any:
@@ -143,6 +145,7 @@ class Answering:
                 self._answer_value(path, source, present, found)
         for key in wanted.sources:
             self._answer_source(key, found)
+        self._lacking.append((wanted.tensors, {*found.unfit, *found.skipped}))
         self._is_asked[list(found.tensors)] = True
         self._is_asked[[place for place in match.places(wanted.kept) if place is not None]] = True
         for optimizer, parameter in wanted.frozen:
@@ -151,6 +154,15 @@ class Answering:
                 self._frozen.setdefault(paths[place], []).append((optimizer, parameter))
         groups = self._groups if found.own else [self._ranks]
         return [(ranks, self._assemble(found, ranks)) for ranks in groups]
+
+    def lacked_by_some(self) -> list[str]:
+        """The paths of tensors for which nothing was found for some ranks, and something for others. It may depend on
+        what else is in a rank's state_dict."""
+        lacked = Counter(path for _, lacking in self._lacking for path in lacking)
+        if len(self._lacking) == 1 or not lacked:
+            return []
+        wanted = Counter(path for tensors, _ in self._lacking for path in tensors if path in lacked)
+        return [path for path, count in wanted.items() if count > lacked[path]]
 
     def thawed(self) -> list[tuple[str, str]]:
         """Those of the ranks' frozen parameters, each with its optimizer, for which something is stored there."""

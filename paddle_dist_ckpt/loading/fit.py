@@ -161,7 +161,8 @@ class Fit:
         here = set(self.wanted.tensors.paths) if problems else set()
         if nested := {one.key: one for path, one in others.items() if path not in here}:
             others |= {path: nested[key] for path in here if path not in others and (key := plain_key(path)) in nested}
-        paths = self._distributed(others.keys() - {problem.path for problem in self.problems})
+        known = {*self.answer.skipped, *(problem.path for problem in self.problems)}
+        paths = self._distributed(others.keys() - known)
         self.targets.leave(set(paths))
         found = [others[path] for path in paths]
         self.problems += found

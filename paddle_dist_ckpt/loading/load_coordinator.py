@@ -46,6 +46,7 @@ from .messages import (
 from .mismatches import NOT_YET, MismatchCheck, some_of
 from .reading import LoadContext, unreadable_on
 from .stored_tensors import stored_tensors
+from .wording import FOUND_BY_SOME
 
 __all__ = ["LoadCoordinator"]
 
@@ -185,11 +186,12 @@ class LoadCoordinator:
         self._reasons, self._reach, self._loads = missing, None, [0] * len(self._session.ranks)
         if missing and self._options.exchange == "never":
             raise self._unread(missing, "; exchange is 'never', so no other rank may read it")
+        lacking = [Mismatch.at(path, FOUND_BY_SOME) for path in self._answering.lacked_by_some()]
         decision = DecideAnswer(
             staged=any(n.staged for n in needs.values()),
             objects=any(n.objects for n in needs.values()),
             unused=unused,
-            left=_left_everywhere(needs),
+            left=_left_everywhere(needs) + lacking,
         )
         by_host = self._bytes_by_host(needs)
         if not self._exchange_wanted(by_host, bool(missing)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "A_TENSOR",
     "DICTS",
+    "FOUND_BY_SOME",
     "LEFT",
     "LEFT_BY_AOA",
     "MEANT",
@@ -33,6 +34,8 @@ NOT_STORED = f"{LEFT}, for the checkpoint does not have it"
 """Why a tensor or value is skipped that may be missing."""
 NOT_TAKEN = "adds it to its state_dict(), and its set_state_dict() does not take it"
 """Why what is stored is skipped."""
+FOUND_BY_SOME = f"{LEFT}, for other ranks do not find it in the checkpoint, by what their state_dicts have"
+"""Why a rank's part of a tensor is left."""
 MEANT = "meant?"
 """Behind a key that a user may have meant."""
 DICTS = ("dict", "empty", "nothing")

@@ -298,6 +298,20 @@ def test_what_one_rank_leaves_is_found_where_others_nest_it_otherwise(tmp_path: 
     assert not good.pieces[0].any()
 
 
+@pytest.mark.parametrize("options", [LAX, LoadOptions(allow_missing=["a.b"], timeout=60)], ids=["lax", "missing"])
+def test_what_one_rank_does_not_find_by_what_else_it_wants_is_left_on_all(tmp_path: Path, options: LoadOptions) -> None:
+    array = make_array((4, 30))
+    save_alone({"a": {"b": array}}, tmp_path)
+    states: list[dict[str, Any]] = [{"a.b": rows_on(array, rank)} for rank in range(2)]
+    states[1]["a"] = {"b": blank_like(array)}  # two of one flat key, so only this one is found
+    reports = load_on([*states, {}], tmp_path, options=options)
+    assert [report.skipped_keys for report in reports] == [("a.b",), ("a.b",), ()]
+    assert "for other ranks do not find it" in reports[0].skipped[0]
+    assert [len(report.skipped) for report in reports] == [1, 1, 0]
+    assert not any(state["a.b"].pieces[0].any() for state in states)
+    assert same_bits(states[1]["a"]["b"], array)
+
+
 def rows_on(array: np.ndarray, rank: int) -> ShardedArray:
     """A rank's half of a tensor, to be filled."""
     return shard_array(array, [Box((2 * rank, 0), (2, 30))], fill=False)
