@@ -6,6 +6,7 @@ names; the variables' own names are found by the memory, in the scope in which p
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import paddle
@@ -19,6 +20,7 @@ _DIST_MODEL: Any = getattr(api, "DistModel", ())
 SLICE = "slice@"
 """So the names begin of a rank's parts of what tensor fusion has joined, or group sharding's stage 3 has cut, which do
 not say what parts they are."""
+_CONSTANT = re.compile(r"(eager_tmp|generated_tensor)_\d+(\.dist)?")
 SCHEDULER = "LR_Scheduler"  # where states of optimizers and programs have that of their learning rate's scheduler
 
 
@@ -30,8 +32,8 @@ def is_program(value: Any) -> bool:
 def program_state(model: Any, key: str) -> dict[str, Any]:
     """The state of a DistModel: parameters under structured names, all others under their variables' names.
 
-    What Paddle leaves out is added: other names of tied parameters, and the state of the learning rate's scheduler. The
-    tensors are the program's memory.
+    What Paddle leaves out is added: other names of tied parameters, and the state of the learning rate's scheduler.
+    What layers do not have in their states is left out. The tensors are the program's memory.
 
     Raises:
         UnsupportedValueError: it has no state yet, or ranks have different parts of it under one name.
@@ -54,11 +56,21 @@ def program_state(model: Any, key: str) -> dict[str, Any]:
             f"{key}: this DistModel has {fused!r}, a part of a buffer in which sharding's enable_tensor_fusion joins "
             "parameters; ranks have different parts under one such name, and nothing says which. Train without it"
         )
+    _leave_out_constants(model, state)
     _add_tied(model, state)
     scheduler = program_scheduler(model)
     if scheduler is not None and SCHEDULER not in state:
         state[SCHEDULER] = scheduler.state_dict()
     return state
+
+
+def _leave_out_constants(model: Any, state: dict[str, Any]) -> None:
+    """Leave out other tensors that the layer uses, such as buffers that are not persistable: each run makes them anew,
+    and by its numbers for them another run may call others. What the loss has in its state is left, though."""
+    loss = getattr(getattr(model, "_engine", None), "_loss", None)
+    kept = {one.name for one in loss.state_dict().values()} if isinstance(loss, paddle.nn.Layer) else set()
+    for name in [name for name in state if _CONSTANT.fullmatch(name) and name not in kept]:
+        del state[name]
 
 
 def _add_tied(model: Any, state: dict[str, Any]) -> None:

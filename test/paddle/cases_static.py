@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,6 +204,72 @@ def move_tied(path: str, from_static: bool) -> list[dict[str, list[float]]]:
             key: np.asarray(value).ravel().tolist() for key, value in sorted(entries.items()) if "weight" in key
         })  # fmt: skip
     return found
+
+
+class _Tables(paddle.nn.Layer):
+    """A layer that uses tensors which are not in its state, and others that are; its first weight is not trained."""
+
+    def __init__(self, mesh: Any, fill: float) -> None:
+        super().__init__()
+        fixed = paddle.nn.initializer.Constant(fill)
+        self.first, self.last = (paddle.nn.Linear(4, 4, weight_attr=fixed, bias_attr=False) for _ in range(2))
+        for layer in (self.first, self.last):
+            layer.weight = dist.shard_tensor(layer.weight, mesh, [dist.Replicate()])
+        self.first.weight.stop_gradient = True
+        self.register_buffer("mean", paddle.full([4], fill))
+        self.register_buffer("table", paddle.full([4], fill), persistable=False)
+        spread = dist.shard_tensor(paddle.full([4], fill), mesh, [dist.Replicate()])
+        self.register_buffer("spread", spread, persistable=False)
+        self.attribute = paddle.full([4], fill)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.first(x)) * self.mean * self.table * self.spread * self.attribute
+
+
+class _CenterLoss(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", paddle.full([4], 0.0))
+
+    def forward(self, output: Any, labels: Any) -> Any:
+        return ((output - self.center - labels) ** 2).mean()
+
+
+def _with_tables(fill: float, loss: Any) -> tuple[Any, Callable[[], Any]]:
+    """A layer, and what makes a program of it."""
+    mesh = dist.ProcessMesh([0], dim_names=["x"])
+    batch = dist.shard_tensor(paddle.ones([2, 4]), mesh, [dist.Replicate()])
+    spec = [[DistributedInputSpec.from_dtensor(batch, name)] for name in "xy"]
+    layer = _Tables(mesh, fill)
+    optimizer = dist.shard_optimizer(paddle.optimizer.SGD(0.01, parameters=[layer.last.weight]))
+
+    def make() -> Any:
+        program = dist.to_static(layer, None, loss, optimizer, input_spec=spec)
+        program.train()
+        return program
+
+    return layer, make
+
+
+def move_tables(path: str) -> tuple[dict[str, float], list[str], list[str]]:
+    """Load what a layer saved into a program that has tables of its own.
+
+    Returns:
+        A number of each tensor that the program has then, the keys that it saves, and those of a program whose loss has
+        a buffer.
+    """
+    paddle.disable_static()
+    save_state_dict({"model": _with_tables(2.0, _loss)[0]}, path, options=_SAVE_ALONE)
+    program = _with_tables(3.0, _loss)[1]()
+    options = LoadOptions(no_dist=True, allow_missing=["*learning_rate*"])
+    load_state_dict({"model": program}, path, options=options)
+    numbers = {key: float(one._local_value().max()) for key, one in program.state_dict().items()}
+    others = _with_tables(4.0, _CenterLoss())[1]()
+    keys = []
+    for folder, each in ((f"{path}/again", program), (f"{path}/others", others)):
+        save_state_dict({"model": each}, folder, options=_SAVE_ALONE)
+        keys.append(sorted(read_metadata(folder).state_dict_metadata))
+    return numbers, keys[0], keys[1]
 
 
 def _mixed(is_static: bool, name: str, scale: int) -> dict[str, Any]:

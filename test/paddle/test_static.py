@@ -186,6 +186,19 @@ def test_tied_parameters_and_their_moments(tmp_path: Path, from_static: bool) ->
     assert any(before["embed.weight.moment1"])
 
 
+def test_tensors_that_no_layer_has_in_its_state_are_none_of_a_program(tmp_path: Path) -> None:
+    """Such as tables of positions; Paddle gives them keys by numbers of the run. A loss may have some in its own."""
+    with RankPool(1) as alone:
+        ((numbers, keys, with_loss),) = alone.run(cases.move_tables, str(tmp_path))
+    assert {numbers[name] for name in ("mean", "first.weight", "last.weight")} == {2.0}
+    made_anew = [number for name, number in numbers.items() if name.startswith(("eager_tmp_", "generated_tensor_"))]
+    assert made_anew == [3.0] * 3
+    in_state = ["model.first.weight", "model.last.weight", "model.mean"]
+    assert [key for key in keys if "learning_rate" not in key] == in_state
+    assert sorted({*with_loss} - {*in_state})[0].startswith("model.eager_tmp_")
+    assert len(with_loss) == len(in_state) + 2
+
+
 @pytest.mark.parametrize(("source", "destination"), some(itertools.product(["objects", "program_dict"], PROGRAMS), 1))
 def test_evaluation(ranks: RankPool, train: Train, saved: Saved, source: str, destination: str) -> None:
     run = Run(form=destination, layout="mp4", seed=1, load=saved(source))
