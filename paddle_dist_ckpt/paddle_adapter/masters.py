@@ -23,6 +23,7 @@ from ..tree.state_dict import Leaves
 from .objects import MASTERS, own_tensors, parameters_of
 from .placement import layout_of, local_box, mesh_coordinate
 from .sharded_weight import WeightPart, is_sharded_weight
+from .static_program import is_program, program_layer
 from .wrappers import INNER, unwrapped
 
 __all__ = ["copies_of", "renew_masters"]
@@ -74,8 +75,9 @@ def _of_optimizer(opened: OpenedObject) -> Iterator[tuple[Any, Any]]:
 
 
 def copies_of(value: Any, state: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """The parameters and buffers of which a layer's state has copies, in another dtype, with these."""
-    layer = unwrapped(value)
+    """The parameters and buffers of which a layer's state has copies, in another dtype, with these; those of the layer
+    that a program was made of, with the program's variables."""
+    layer = program_layer(value) if is_program(value) else unwrapped(value)
     if isinstance(layer, paddle.nn.Layer):
         for key, parameter in own_tensors(layer).items():
             copy = state.get(key)

@@ -14,7 +14,15 @@ from paddle.distributed.auto_parallel import api
 
 from ..errors import UnsupportedValueError
 
-__all__ = ["SCHEDULER", "SLICE", "is_program", "program_scheduler", "program_state", "variables_by_address"]
+__all__ = [
+    "SCHEDULER",
+    "SLICE",
+    "is_program",
+    "program_layer",
+    "program_scheduler",
+    "program_state",
+    "variables_by_address",
+]
 
 _DIST_MODEL: Any = getattr(api, "DistModel", ())
 SLICE = "slice@"
@@ -80,6 +88,11 @@ def _add_tied(model: Any, state: dict[str, Any]) -> None:
     for name, parameter in getattr(model, "_structured_to_parameter_name", {}).items():
         if name not in state and (known := chosen.get(parameter)) in state:
             state[name] = state[known]
+
+
+def program_layer(model: Any) -> Any | None:
+    """The layer that a DistModel was made of. What it says of its parameters holds, but they have no memory."""
+    return getattr(getattr(model, "_engine", None), "_model", None)
 
 
 def program_scheduler(model: Any) -> Any | None:

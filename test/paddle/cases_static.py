@@ -16,10 +16,12 @@ from paddle.nn import functional
 from paddle_dist_ckpt import (
     LoadOptions,
     SaveOptions,
+    gather_state_dict,
     load_merged_state_dict,
     load_state_dict,
     read_metadata,
     save_state_dict,
+    scatter_state_dict,
 )
 from test.paddle.outcomes import Outcome, outcome_of
 from test.ranks import static
@@ -270,6 +272,18 @@ def move_tables(path: str) -> tuple[dict[str, float], list[str], list[str]]:
         save_state_dict({"model": each}, folder, options=_SAVE_ALONE)
         keys.append(sorted(read_metadata(folder).state_dict_metadata))
     return numbers, keys[0], keys[1]
+
+
+def scatter_to_tables() -> tuple[list[str], dict[str, float]]:
+    """What is trained of a program, by its keys; and a number of each of its weights when it was given a whole."""
+    paddle.disable_static()
+    whole = gather_state_dict({"model": _with_tables(2.0, _loss)[0]})
+    program = _with_tables(3.0, _loss)[1]()
+    trained = sorted(gather_state_dict({"model": program}, frozen=False)["model"])
+    options = LoadOptions(allow_missing=["*learning_rate*"])
+    scatter_state_dict(whole, {"model": program}, frozen=False, options=options)
+    state = program.state_dict()
+    return trained, {key: float(state[key]._local_value().max()) for key in ("first.weight", "last.weight")}
 
 
 def _mixed(is_static: bool, name: str, scale: int) -> dict[str, Any]:

@@ -199,6 +199,13 @@ def test_tensors_that_no_layer_has_in_its_state_are_none_of_a_program(tmp_path: 
     assert len(with_loss) == len(in_state) + 2
 
 
+def test_what_a_program_does_not_train_is_left_out_if_told_so() -> None:
+    with RankPool(1) as alone:
+        ((trained, numbers),) = alone.run(cases.scatter_to_tables)
+    assert [key for key in trained if "learning_rate" not in key] == ["last.weight", "mean"]
+    assert numbers == {"first.weight": 3.0, "last.weight": 2.0}
+
+
 @pytest.mark.parametrize(("source", "destination"), some(itertools.product(["objects", "program_dict"], PROGRAMS), 1))
 def test_evaluation(ranks: RankPool, train: Train, saved: Saved, source: str, destination: str) -> None:
     run = Run(form=destination, layout="mp4", seed=1, load=saved(source))
