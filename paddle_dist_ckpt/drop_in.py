@@ -106,10 +106,14 @@ def install(
         load_options,
         lambda name: replacement.former(name),
     )
-    with_tensors: list[Callable[..., Any]] = [ours.save_state_dict, ours.load_state_dict, ours.load_merged_state_dict]
+    with_tensors: list[Callable[..., Any]] = [
+        ours.save_state_dict,
+        ours.load_state_dict,
+        ours.load_merged_state_dict,
+        ours.merge_sharded_state_dict,
+    ]
     functions = {function.__name__: in_dynamic_mode(function) for function in with_tensors}
     others: list[Callable[..., Any]] = [
-        ours.merge_sharded_state_dict,
         ours.clear_async_save_task_queue,
         ours.load_state_dict_metadata,
         ours.load,

@@ -822,6 +822,19 @@ def test_a_merge_takes_no_tensor_for_another_whose_key_is_the_same_but_for_escap
     assert {key: tensor.tolist() for key, tensor in merged.items()} == {"c": [[3, 3]]}
 
 
+def test_a_merge_in_static_mode(tmp_path: Path) -> None:
+    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    save_state_dict({"a": paddle.ones([2]), "b": paddle.zeros([2])}, tmp_path / "saved")
+    with install():
+        paddle.enable_static()
+        try:
+            config = {"aoa_statements": ["a -> b"]}
+            home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "merged", aoa_config=config)
+        finally:
+            paddle.disable_static()
+    assert load_merged_state_dict(tmp_path / "merged")["b"].tolist() == [1, 1]
+
+
 def test_a_merge_of_what_a_killed_export_has_left_does_not_remove_it(tmp_path: Path) -> None:
     """It is all that there is, until the merge is done."""
     home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
