@@ -19,6 +19,7 @@ OF_PARTS = ("fused_ffn", "fused_qkv_old")
 _MOST_NAMES = 3  # in a message
 _LEAST_STATEMENTS = 1000  # that one may stand for
 _NUMBER = re.compile(r"\$[A-Z_]+")
+_HEADS = re.compile(r"\b(num_heads|num_key_value_groups)\s*=\s*(\d+)")
 _NAME = re.compile(r"[A-Za-z_$][\w.$*]*")
 
 
@@ -92,7 +93,7 @@ def check_counts(
     """Refuse statements taken in reverse that need to know how many parts a fused tensor is in.
 
     Of one that is taken apart, Paddle 3.3.1 looks for it among the wanted tensors then, where it is not, and goes on
-    with 1. Of one that is made, it fails.
+    with 1; and Q, K and V are equal parts of it. Of one that is made, it fails.
 
     Args:
         module: The module with the engine.
@@ -101,7 +102,7 @@ def check_counts(
 
     Raises:
         ValueError: there is such a statement, and the tensor is made, or is in more parts than one, or it is not known
-            in how many.
+            in how many, or has fewer heads of K and V than of Q.
     """
     if not config.get("aoa_config_reverse"):
         return
@@ -118,6 +119,12 @@ def check_counts(
             if len(line.made) < 2:
                 continue
             advice = f"write {statement!r} forwards, without aoa_config_reverse"
+            heads = dict(_HEADS.findall(statement))
+            if "fused_qkv_old" in line.words and len({*map(int, heads.values())}) > 1:
+                raise ValueError(
+                    f"{statement!r} is not taken in reverse, since Paddle's engine takes equal parts for Q, K and V; "
+                    f"write '{line.taken[0]} -> {', '.join(line.made)}, ...' in its place, without aoa_config_reverse"
+                )
             for key in _family(module, line.taken, stored):
                 try:
                     counts = [len(stored[key])]

@@ -272,6 +272,21 @@ def test_parts_are_not_fused_in_reverse(
     assert all((to_array(tensor) == 7).all() for tensor in state.values())
 
 
+def test_fewer_heads_of_keys_and_values_are_not_taken_apart_in_reverse(tmp_path: Path) -> None:
+    """Paddle's engine would give each of the three a third, of which merged loads would know nothing else."""
+    save_state_dict({"f": tensor_of(array_of((4, 6), "float32", 0))}, tmp_path)
+    statement = "q, k, v -> f, fused_qkv_old, num_heads=4, num_key_value_groups = 1"
+    config = {"aoa_statements": [statement], "aoa_config_reverse": True}
+    target: dict[str, Any] = {name: tensor_of(np.zeros((4, 4 if name == "q" else 1), "float32")) for name in "qkv"}
+    for call in (
+        lambda: raise_first(loaded(tmp_path, [target], config)),
+        lambda: load_merged_state_dict(tmp_path, options=LoadOptions(aoa_config=config)),
+    ):
+        with pytest.raises(ValueError, match="is not taken in reverse") as raised:
+            call()
+        assert "write 'f -> q, k, v, ...' in its place, without aoa_config_reverse" in str(raised.value)
+
+
 def test_forwards_it_is_taken_apart_by_its_parts(tmp_path: Path) -> None:
     array = array_of((4, 16), "float32", 0)
     parts = {"f": cut("columns", array.shape, 2)}
