@@ -22,7 +22,7 @@ from ..core.box import Box, whole
 from ..core.dtypes import DTYPES, arithmetic_dtype, can_cast, dtype_named
 from ..core.parts import Arranged, IdleStatement, Part, SourceTensor, WantedTensor
 from ..errors import UnsupportedValueError
-from .aoa_statements import OF_PARTS, at_fault, check_counts, check_numbers, idle_statements
+from .aoa_statements import OF_PARTS, at_fault, check_counts, check_numbers, check_rows, idle_statements
 from .sharded_weight import is_sharded_weight
 
 __all__ = ["PaddleArranger"]
@@ -177,8 +177,7 @@ class _StoredParts(Mapping[str, Any]):
         """The parts of a tensor, one for each place where a part starts; where that is not known, as those of its
         parameter or of a state of it."""
         one = self._stored[key]
-        parameter, _ = self._module.split_optimizer_state_key(key)
-        family = [self._stored[parameter + state] for state in _STATES if parameter + state in self._stored]
+        family = self._family(self._module.split_optimizer_state_key(key)[0])
         known = [tensor.offsets for tensor in (one, *family) if tensor.offsets]
         known += [tensor.columns for tensor in (one, *family) if tensor.columns and self._by_columns]
         if not known:
@@ -187,6 +186,14 @@ class _StoredParts(Mapping[str, Any]):
                 "its rows were divided further when it was saved; LoadOptions(recipes=...) can say what is meant"
             )
         return [_description(self._module, key, one.shape, offset, one.dtype.name) for offset in known[0]]
+
+    def _family(self, parameter: str) -> list[SourceTensor]:
+        return [self._stored[parameter + state] for state in _STATES if parameter + state in self._stored]
+
+    def tells_rows(self, parameter: str) -> bool:
+        """Whether it is known how a tensor was cut along its rows, too; true of one that is not stored."""
+        family = self._family(parameter)
+        return not family or any(one.offsets for one in family)
 
 
 def _wanted_parts(module: ModuleType, wanted: Mapping[str, WantedTensor] | None) -> dict[str, list[Any]] | None:
@@ -242,7 +249,10 @@ def _engine(
     sources, destinations = _StoredParts(module, stored, config["aoa_statements"]), _wanted_parts(module, wanted)
     check_numbers(config, stored)
     check_counts(module, config, sources, destinations)
-    return Engine(config, sources, destinations)
+    engine = Engine(config, sources, destinations)
+    if destinations and any(word in statement for word in OF_PARTS for statement in config["aoa_statements"]):
+        check_rows(module, config, sources, destinations, engine, sources.tells_rows)
+    return engine
 
 
 def _all_outputs(module: ModuleType, engine: Any, stored: Mapping[str, SourceTensor]) -> list[str]:

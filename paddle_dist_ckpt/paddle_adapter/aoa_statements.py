@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..core.parts import IdleStatement
 
-__all__ = ["OF_PARTS", "at_fault", "check_counts", "check_numbers", "idle_statements"]
+__all__ = ["OF_PARTS", "at_fault", "check_counts", "check_numbers", "check_rows", "idle_statements"]
 
 _LAST_OF_NAMES = 3  # macros of a priority up to this put names in the place of patterns; later ones rewrite statements
 _NOTHING = "_"
@@ -137,6 +137,41 @@ def check_counts(
                         f"{key} is in {max(counts)} parts, which Paddle's engine takes for one where {statement!r} is "
                         f"taken in reverse, so that something else would come out; {advice}"
                     )
+
+
+def check_rows(
+    module: ModuleType,
+    config: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    engine: Any,
+    tells_rows: Callable[[str], bool],
+) -> None:
+    """Refuse to fuse a tensor anew of whose parts only the columns are known, for ranks that want rows of it each.
+
+    Of these Paddle 3.3.1 counts the rows as well, so that a tensor would change whose layout does not.
+
+    Args:
+        module, config, stored, wanted: See :func:`check_counts`.
+        engine: The engine, which has gone through all statements.
+        tells_rows: Whether it is known how a stored tensor was cut along its rows, too.
+
+    Raises:
+        ValueError: there is a statement about such a tensor.
+    """
+    reverse = bool(config.get("aoa_config_reverse"))
+    for statement, lines in _lines(module, config, stored, wanted):
+        for line in lines:
+            if not (len(line.taken) == len(line.made) == 1 and any(word in OF_PARTS for word in line.words)):
+                continue
+            source = engine.context.resolve_mapping_chain(line.taken[0], reverse=not reverse)
+            made = _family(module, [engine.context.resolve_mapping_chain(line.made[0], reverse=reverse)], wanted)
+            rows = {part.global_offset[:1] for key in made for part in wanted[key]}
+            if len(rows) > 1 and not tells_rows(source):
+                raise ValueError(
+                    f"{statement!r} depends on how many parts {source} was in, of which the checkpoint tells only the "
+                    f"columns, and ranks want rows of {made[0]} each; LoadOptions(recipes=...) can say what is meant"
+                )
 
 
 def idle_statements(

@@ -430,6 +430,19 @@ def test_columns_tell_in_how_many_parts_a_tensor_was(tmp_path: Path, how: str) -
     assert_same(to_array(states[0]["up"]), np.concatenate(pieces[1::2], axis=1))
 
 
+@pytest.mark.parametrize("statements", [["ffn -> ffn, fused_ffn"], ["ffn -> t, fused_ffn", "t -> ffn"]])
+def test_columns_alone_do_not_tell_what_ranks_with_rows_each_are_to_get(tmp_path: Path, statements: list[str]) -> None:
+    """The layout is the same, and yet the engine would count two parts of what had one."""
+    array = array_of((8, 16), "float32", 0)
+    parts = {"ffn": cut("rows", array.shape, 2)}
+    raise_first(saved(tmp_path, *(weights({"ffn": array}, parts, rank) for rank in range(2))))
+    states = [weights({"ffn": np.full_like(array, 7)}, parts, rank) for rank in range(2)]
+    for error in loaded(tmp_path, states, {"aoa_statements": statements, "enable_traceback": False}):
+        assert isinstance(error, ValueError)
+        assert "the checkpoint tells only the columns, and ranks want rows of ffn each" in str(error)
+    assert all((to_array(state["ffn"].local_tensor) == 7).all() for state in states)
+
+
 @pytest.mark.parametrize(
     "other",
     ["q, k, v -> b, fused_qkv, num_heads=2, num_key_value_groups=2, axis=0", "fused_ffn.q, k -> b, axis=0"],
