@@ -262,10 +262,12 @@ class _DropIn:
     ) -> ExportReport:
         """:func:`paddle_dist_ckpt.export` as safetensors, called as Paddle's function of this name is.
 
-        With an ``aoa_config`` the stored keys are written, each as the statements fill it.
+        With an ``aoa_config`` the stored keys are written, each as the statements fill it; so they are with recipes, or
+        an ``aoa_config``, of the options.
         """
         _log_without_effect("merge_sharded_state_dict", safetensors=safetensors)
-        ranks, options, patterns = connected(process_group, 0, self.load_options), self.load_options, aoa_config is None
+        ranks, options = connected(process_group, 0, self.load_options), self.load_options
+        patterns = aoa_config is None and not (options.aoa_config or options.recipes)
         try:
             options = _with_statements(options, aoa_config)
             options = dataclasses.replace(options, key_map=None, resize=None)  # which are for a program's own tensors

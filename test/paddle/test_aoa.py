@@ -835,6 +835,19 @@ def test_a_merge_takes_no_tensor_for_another_whose_key_is_the_same_but_for_escap
     assert {key: tensor.tolist() for key, tensor in merged.items()} == {"c": [[3, 3]]}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [LoadOptions(aoa_config={"aoa_statements": ["a -> b", "a -> new"]}), LoadOptions(recipes={"b": stored("a")})],
+)
+def test_a_merge_fills_what_is_stored_by_the_options_too(tmp_path: Path, options: LoadOptions) -> None:
+    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    save_state_dict({key: paddle.full([2], number) for number, key in enumerate("abc")}, tmp_path / "saved")
+    with install(load_options=options):
+        home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "merged")
+    merged = load_merged_state_dict(tmp_path / "merged")
+    assert {key: tensor.tolist() for key, tensor in merged.items()} == {"a": [0, 0], "b": [0, 0], "c": [2, 2]}
+
+
 def test_a_merge_in_static_mode(tmp_path: Path) -> None:
     home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
     save_state_dict({"a": paddle.ones([2]), "b": paddle.zeros([2])}, tmp_path / "saved")
