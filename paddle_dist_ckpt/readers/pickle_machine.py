@@ -336,10 +336,12 @@ class Machine:
     def build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if not isinstance(target, Built):
-            raise TypeError(f"a state for {type(target).__name__}")
         self.spend(state)
-        target.build(state)
+        if isinstance(target, Built):
+            target.build(state)
+        # Attributes of an OrderedDict, as PyTorch has `_metadata` on state_dicts of modules, are none of its items.
+        elif type(target) is not dict or type(state) is not dict or not state:
+            raise TypeError(f"a state for {type(target).__name__}")
 
     def outside(self, token: Any) -> None:
         if self.persistent is None:

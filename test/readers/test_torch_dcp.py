@@ -28,7 +28,7 @@ from test.jobs import CountingStorage
 from test.pace import slowness
 from test.readers.golden import GOLDEN, golden_checkpoint
 from test.readers.measured import measured
-from test.readers.torch_writer import DTYPES, Call, DCPWriter, Global, Outside, saved, tensor
+from test.readers.torch_writer import DTYPES, Call, DCPWriter, Global, Outside, pickled, saved, tensor
 from test.torture.budgets import cost_of
 from test.torture.hostile_files import problem_of
 
@@ -161,6 +161,21 @@ def test_tensors_inside_of_values_are_tensors(tmp_path: Path) -> None:
     assert arrays["rng.1"].tobytes() == memory[5:].tobytes()
     assert catalog.values == [(("rng", TupleIndex(0), "b"), [1, 2]), (("rng", TupleIndex(2)), "x")]
     assert len(catalog.checksums) == 2
+
+
+def test_a_state_dict_that_is_kept_whole_is_read(tmp_path: Path) -> None:
+    """With ``DefaultSavePlanner(flatten_state_dict=False)`` a module's is one value; it has `_metadata` on itself."""
+    writer = DCPWriter()
+    items = pickled({"weight": tensor("float32", (2, 3)), "step": 3}).removeprefix(b"\x80\x02}")[:-1]
+    attributes = pickled({"_metadata": {"": {"version": 1}}})[2:-1]
+    writer.tensors["model"] = writer.record("BytesStorageMetadata")
+    data = np.arange(6, dtype=np.float32).tobytes()
+    whole = b"\x80\x02ccollections\nOrderedDict\n)R" + items + attributes + b"b."
+    writer.put("model", None, saved(None, data, pickle=whole))
+    catalog = read(tmp_path, writer)
+    assert [found.path for found in catalog.tensors] == [("model", "weight")]
+    assert read_catalog(LocalStorage(tmp_path), catalog)["model.weight"].tobytes() == data
+    assert catalog.values == [(("model", "step"), 3)]
 
 
 def test_parameters_and_strides_of_one_element_are_read(tmp_path: Path) -> None:
