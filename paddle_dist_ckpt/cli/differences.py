@@ -82,6 +82,8 @@ def _bytes(items: np.ndarray) -> np.ndarray:
 
 
 def _wide(items: np.ndarray, dtype: DType) -> Any:
-    """The items as numbers that hold all their values, or nearly (integers of more than 53 bits)."""
+    """The items as numbers that hold all their values: of integers of 64 bits where the machine has such floats."""
     values = items.view(arithmetic_dtype(dtype)).reshape(-1)
+    if dtype.category == "int" and dtype.itemsize == 8:
+        return values.astype(np.longdouble)
     return values.astype(np.complex128 if dtype.category == "complex" else np.float64)

@@ -216,6 +216,19 @@ def test_complex_items_are_apart_in_both_of_their_parts() -> None:
     assert (found.differing, found.max_abs, found.max_rel) == (1, 8.0, 1.6)
 
 
+def test_large_integers_are_apart_by_what_lies_between_them() -> None:
+    for name, items in (("int64", [2**53 + 1, -(2**63)]), ("uint64", [2**53 + 1, 2**64 - 1])):
+        numbers = np.array(items, name)
+        raw = [numbers.view("<u8"), (numbers - np.array([1, 0], name)).view("<u8")]
+        found = compare_items(0, raw[0], DTYPES[name], raw[1], DTYPES[name])
+        assert found is not None
+        assert (found.differing, found.max_abs) == (1, 1.0)
+        floats = numbers.astype(np.float64).view("<u8")  # of which the first is one less
+        found = compare_items(0, raw[0][:1], DTYPES[name], floats[:1], DTYPES["float64"])
+        assert found is not None
+        assert (found.differing, found.max_abs) == (1, 1.0)
+
+
 def test_items_of_other_types_differ_in_value_whatever_their_bits() -> None:
     items = np.array([1.0, np.nan, np.nan, 2.0], np.float32)
     found = compare_items(0, items.view("<u4"), DTYPES["float32"], items.view("<u4"), DTYPES["int32"])
