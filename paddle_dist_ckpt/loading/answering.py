@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, compress, filterfalse
 from typing import Any
@@ -20,7 +21,7 @@ from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
 from ..tree.names import Names, may_be_of_run, may_end_in_name
-from ..tree.paths import is_own, parent_of, plain_key, rank_of
+from ..tree.paths import ListIndex, Part, TupleIndex, is_own, join, parent_of, plain_key, rank_of
 from .flat_keys import FlatKeys
 from .hints import Hint, Hints
 from .key_map import matcher, path_of_key
@@ -139,6 +140,8 @@ class Answering:
             asked = dict.fromkeys(wanted.tensors) | places | dict.fromkeys(wanted.spared, _SPARED)
         for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
+            if "/~l" in source or "/~t" in source:
+                self._take_apart(source)
             if present == "object":
                 self._answer_object(path, source, asked, wanted.others, found)
             else:
@@ -216,7 +219,7 @@ class Answering:
     def not_asked(self) -> list[str]:
         """The stored paths of all else, tensors first."""
         left = compress(self._metadata.table.paths, ~self._is_asked)
-        return [*left, *(path for path, _ in self._metadata.value_records if path not in self._asked_values)]
+        return [*left, *(path for path in self._values if path not in self._asked_values)]
 
     def nothing_asked(self, tensors_of_ranks: Sequence[str]) -> dict[str, int]:
         """Containers of which a rank's state_dict has no tensors and no rank asks for one, by flat key: how many the
@@ -238,7 +241,7 @@ class Answering:
 
         Not what may be an optimizer variable under a name that says which it is in one run only.
         """
-        values = (path for path, present in wanted.values.items() if present in ("none", "other"))
+        values = (path for path, present in wanted.values.items() if present in ("none", "list", "other"))
         absent = filterfalse(self._index.__contains__, chain(wanted.tensors, wanted.kept, values))
         paths = [path for path in absent if "~" not in path and path not in self._values]
         elsewhere = [
@@ -259,7 +262,7 @@ class Answering:
             found.unfit[path] = value_text(_is_dict(self._values[source]))
         elif self._is_value(source):
             self._take(source, path, found)
-        elif present == "none":
+        elif present == "none" or (present == "list" and self._is_list(source)):
             self._answer_subtree(path, source, found)
         elif present == "empty" and source not in self._index:
             self._answer_empty(path, source, found)
@@ -269,6 +272,24 @@ class Answering:
             found.skipped[path] = NOT_STORED
         else:
             self._lack(path, source, found)
+
+    def _take_apart(self, path: str) -> None:
+        """Take apart a list or tuple that is stored as one value, and has this path in it. One of values alone is
+        stored so, and one of objects is not, though all that these have may be values."""
+        for end in [place.start() for place in re.finditer("/", path)][1:]:
+            above = path[:end]
+            parts = _parts_of(self._values.get(above))
+            if parts:
+                del self._values[above], self._paths[bisect.bisect_left(self._paths, above)]
+                below = dict(leaf for part, tree in parts.items() for leaf in _leaves(join(above, part), tree))
+                self._values |= below
+                place = bisect.bisect_left(self._paths, above + "/")
+                self._paths[place:place] = sorted(below)
+
+    def _is_list(self, path: str) -> bool:
+        """Whether a list or tuple that is taken apart is stored at a path, with values alone."""
+        below = self._below(path)
+        return bool(below) and below[0].startswith(("~l", "~t"), len(path) + 1) and all(map(self._is_value, below))
 
     def _lack(self, path: str, source: str, found: _Draft, is_tensor: bool = False) -> None:
         """What is wanted at a path is not what is stored at ``source``, if anything is."""
@@ -441,3 +462,24 @@ def _scheduler_of(path: str) -> str | None:
 
 def _is_dict(tree: Any) -> bool:
     return isinstance(tree, dict) and "dict" in tree
+
+
+def _parts_of(tree: Any) -> dict[Part, Any]:
+    """The parts of a list or tuple, a value in its tagged form; nothing of another value."""
+    parts = tree.get("tuple") if isinstance(tree, dict) else tree
+    place = TupleIndex if isinstance(tree, dict) else ListIndex
+    return {place(i): part for i, part in enumerate(parts)} if isinstance(parts, list) else {}
+
+
+def _leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    """The values at a path and below it, of dicts taken apart as those of a state_dict are."""
+    pairs = tree.get("dict") if isinstance(tree, dict) else None
+    if not isinstance(pairs, list) or not pairs or not all(_is_plain(pair) for pair in pairs):
+        yield path, tree
+        return
+    for key, part in pairs:
+        yield from _leaves(join(path, key), part)
+
+
+def _is_plain(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int)

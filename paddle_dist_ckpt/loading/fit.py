@@ -107,7 +107,7 @@ class Fit:
         for stored, is_dict in self.targets.are_dicts():
             for path in self.answer.renamed.get(stored, [stored]):
                 kind = self.wanted.values.get(path)
-                if kind in (*DICTS, "other", "optional") and is_dict != (kind in DICTS):
+                if kind in (*DICTS, "list", "other", "optional") and is_dict != (kind in DICTS):
                     self.refused.add(path)
                     found = value_text(is_dict)
                     text = f"the state_dict has {_PRESENT[kind]}, in the checkpoint it is {found}"
@@ -180,6 +180,7 @@ _PRESENT = {
     "empty": "a dict",
     "nothing": "a dict",
     "dict": "a dict",
+    "list": "a value",
     "own": "a PerRank",
     "object": "an object",
     "other": "a value",

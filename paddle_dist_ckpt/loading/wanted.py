@@ -34,8 +34,8 @@ class WantedState:
     Attributes:
         tensors: The tensors that are to be filled.
         values: The paths of values, with what is there now: ``"none"``, ``"empty"`` (a dict without entries),
-            ``"nothing"`` (one that is of an object), ``"dict"`` (another), ``"own"`` (a PerRank), ``"object"`` (one of
-            any values), ``"optional"`` (of a program) or ``"other"``.
+            ``"nothing"`` (one that is of an object), ``"dict"`` (another), ``"list"`` (or a tuple), ``"own"`` (a
+            PerRank), ``"object"`` (one of any values), ``"optional"`` (of a program) or ``"other"``.
         problems: What cannot be loaded.
         others: The names of tensors that are not filled, by their paths.
         moved: The stored flat key of each path that the key_map says is stored under another.
@@ -246,4 +246,6 @@ def _present(value: Any, in_object: bool) -> str:
         return "none"
     if isinstance(value, dict):
         return "dict" if value else "nothing" if in_object else "empty"
+    if isinstance(value, (list, tuple)):
+        return "list"
     return "own" if isinstance(value, PerRank) else "other"

@@ -23,6 +23,7 @@ from paddle_dist_ckpt.loading import answering
 from paddle_dist_ckpt.options import LoadOptions
 from test.jobs import (
     LAYOUTS,
+    Counter,
     Watch,
     alike,
     another_host,
@@ -277,6 +278,40 @@ def test_values_beside_tensors_in_lists_and_tuples(tmp_path: Path) -> None:
     assert inner[1] == "four"
     assert all(same_bits(target, array) for target in targets)
     assert state["l"][0] is targets[0]
+
+
+def counter(state: dict[str, Any]) -> Counter:
+    one = Counter()
+    one.state = state
+    return one
+
+
+def test_a_list_of_objects_and_one_of_what_they_return_can_load_each_other(tmp_path: Path) -> None:
+    """The first is taken apart, and the second is one value, for it has values alone."""
+    states: list[dict[Any, Any]] = [{"n": 3, "more": {"l": [{"x": 1}, ()], 5: None}, "none": {}}, {}, {1.5: 2}]
+    for name, kind in (("list", list), ("tuple", tuple)):
+        for stored in (kind(map(counter, states)), kind(states)):
+            save_alone({"l": {"in": stored}, "other": 1}, tmp_path / name, 0)
+            objects: list[dict[str, Any]] = [{"l": {"in": kind(Counter() for _ in states)}} for _ in range(2)]
+            values: dict[str, Any] = {"l": {"in": kind([None] * 3)}}
+            nested: dict[str, Any] = {"l": {"in": kind([{}, Counter(), None])}}
+            reports = load_on([objects[0], values, objects[1], nested], tmp_path / name)
+            assert {report.unused_keys for report in reports} == {("other",)}
+            for target in objects:
+                assert alike([one.state for one in target["l"]["in"]], states)
+            assert alike(values["l"]["in"], kind(states))
+            assert alike([nested["l"]["in"][0], nested["l"]["in"][1].state, nested["l"]["in"][2]], states)
+
+
+def test_of_a_list_of_values_what_no_object_takes_is_not_asked_for(tmp_path: Path) -> None:
+    save_alone({"l": [{"n": 1, "m": [2]}, {"n": 3}, 4]}, tmp_path)
+    target: dict[str, Any] = {"l": [Counter()]}
+    assert load_alone(target, tmp_path).unused_keys == ("l.1.n", "l.2")
+    assert target["l"][0].state == {"n": 1, "m": [2]}
+    longer: dict[str, Any] = {"l": [Counter() for _ in range(4)]}
+    with pytest.raises(StateDictMismatchError) as error:
+        load_alone(longer, tmp_path)
+    assert {problem.split(":")[0] for problem in error.value.problems} == {"l.2", "l.3"}
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -127,6 +127,21 @@ def test_alone() -> None:
     assert target["step"] == 4
 
 
+def test_lists_of_objects_that_have_values_alone_come_back() -> None:
+    """Such as optimizers without accumulators, or schedulers: what is gathered of them is a list of values."""
+    model = paddle.nn.Linear(3, 2)
+
+    def make(epochs: int) -> dict[str, Any]:
+        scheduler, other = (paddle.optimizer.lr.StepDecay(0.1, step_size=2) for _ in range(2))
+        scheduler.step(epochs)
+        other.step(epochs + 1)
+        return {"optimizer": [paddle.optimizer.SGD(scheduler, parameters=model.parameters())], "lr": [other]}
+
+    saved, target = make(3), make(0)
+    scatter_state_dict(gather_state_dict(saved), target)
+    assert (target["optimizer"][0]._learning_rate.last_epoch, target["lr"][0].last_epoch) == (3, 4)
+
+
 def test_the_state_itself_may_be_what_is_given() -> None:
     """Of plain tensors a state_dict is whole."""
     model = paddle.nn.Linear(3, 2)
