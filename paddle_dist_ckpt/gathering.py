@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .control.rounds import check_same
@@ -148,18 +149,19 @@ def scatter_state_dict(
             leaves = flatten(state_dict, adapter)
             return leaves if frozen else without_frozen(leaves)
 
-        def find() -> dict[Any, Any]:
+        def own() -> list[str]:
             leaves = wanted()  # on all ranks, which may make accumulators together
+            pairs = zip(leaves.value_paths, leaves.values, strict=True)
+            return [path for path, value in pairs if isinstance(value, PerRank)]
+
+        own_of_all = _together(session, own)  # who has the values need not have one there itself
+
+        def find() -> dict[Any, Any]:
             if sender is not None and session.rank != sender:
                 return {}
             if not isinstance(whole, dict):
                 raise TypeError(f"whole must be a dict, not {type(whole).__name__}")
-            own = [
-                path
-                for path, value in zip(leaves.value_paths, leaves.values, strict=True)
-                if isinstance(value, PerRank)
-            ]
-            return with_own(whole, own, session.ranks, options.per_rank)
+            return with_own(whole, own_of_all, session.ranks, options.per_rank)
 
         renamed = options.key_map is not None or bool(options.recipes) or options.aoa_config is not None
         filled = Filled(lambda: collect(wanted(), adapter, LoadOptions()).tensors, renamed)
@@ -167,6 +169,17 @@ def scatter_state_dict(
         context = LoadContext(shown.storage, session, ranks.transport, adapter, reading, arranger=arranger_of(options))
         metadata = shown.metadata
         return load(state_dict, context, 0, wanted, None if metadata is None else (lambda _: metadata))
+
+
+def _together(session: ControlSession, paths: Callable[[], list[str]]) -> list[str]:
+    """Round ``own``: these paths of all ranks."""
+
+    def merge(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        found = dict.fromkeys(path for _, message in sorted(messages.items()) for path in json.loads(message))
+        return dict.fromkeys(messages, json.dumps([*found]).encode())
+
+    merged: list[str] = json.loads(session.gather_scatter("own", lambda: json.dumps(paths()).encode(), merge))
+    return merged
 
 
 def _agree(session: ControlSession, rank: Any, frozen: bool) -> int | None:

@@ -159,6 +159,22 @@ def swapped() -> tuple[bool, bool]:
     return np.array_equal(a._local_value().numpy(), -part), np.array_equal(b._local_value().numpy(), part)
 
 
+def own_of_some_ranks() -> list[dict[str, Any]]:
+    """Values of ranks' own that one rank alone has, as a stage of a pipeline does, gathered and given back."""
+    rank, group = dist.get_rank(), group_of(RANKS)
+
+    def state(value: Any) -> dict[str, Any]:
+        return {f"stage{rank}": {"rng": PerRank(value), "both": PerRank(value)}, "both": PerRank(value)}
+
+    found = []
+    whole = gather_state_dict(state(10 + rank), None, group)
+    for sender in (None, 0, 1):
+        target = state(None)
+        scatter_state_dict(whole if sender in (None, rank) else None, target, sender, group)
+        found.append(target)
+    return found
+
+
 def _without_memory(call: Callable[[], Any]) -> Any:
     """Make a call while Paddle makes no tensors."""
     with patch.object(paddle, "empty", side_effect=MemoryError("no room")):

@@ -76,6 +76,12 @@ def test_only_the_receiving_rank_has_it_whole(pool: RankPool) -> None:
         assert np.array_equal(gathered[key], value), key
 
 
+def test_values_that_one_rank_alone_has_come_back(pool: RankPool) -> None:
+    for rank, targets in enumerate(pool.run(cases.own_of_some_ranks, ranks=RANKS)):
+        mine = PerRank(10 + rank)
+        assert targets == [{f"stage{rank}": {"rng": mine, "both": mine}, "both": mine}] * 3
+
+
 def test_in_several_rounds(pool: RankPool) -> None:
     assert [right for right, _ in pool.run(cases.large, 0, 40, ranks=RANKS)] == [True, False]
 
