@@ -283,7 +283,7 @@ class _DropIn:
                 for key in there
                 if key.startswith(prefix or "") and not key.endswith(tuple(skip_postfix_list))
             ]
-            request = export_request(save_path, unique_id=unique_id, keys=keys, stem=safetensor_prefix)
+            request = export_request(save_path, unique_id=unique_id, keys=keys, stem=safetensor_prefix, of_torch=False)
         except Exception as error:
             _refuse(ranks, options, error, "export" if patterns else "merge_sharded_state_dict")
         if patterns:

@@ -154,8 +154,9 @@ def export_request(
     dtype: Any = None,
     max_shard_bytes: int = 5_000_000_000,
     stem: str = "model",
+    of_torch: bool = True,
 ) -> ExportRequest:
-    """What :func:`export` is asked for, checked; ``stem`` is what the names of safetensors files begin with.
+    """What :func:`export` is asked for, checked; for ``stem`` and ``of_torch`` see :class:`ExportRequest`.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -174,6 +175,5 @@ def export_request(
     place, number = local_path(out, "out"), checked_id(unique_id)
     if place != encodable(place):
         raise ValueError(f"out must be a path of text in UTF-8, which {place!r} is not, for other ranks are sent it")
-    return ExportRequest(
-        place, format, number, prefix, None if wanted is None else list(wanted), dtype, int(max_shard_bytes), stem
-    )
+    patterns = None if wanted is None else list(wanted)
+    return ExportRequest(place, format, number, prefix, patterns, dtype, int(max_shard_bytes), stem, of_torch)

@@ -48,6 +48,8 @@ class ExportRequest(msgspec.Struct, frozen=True):
         dtype: The floating-point type to convert to, or None.
         max_shard_bytes: The most bytes of tensors in a file, if there are several.
         stem: What the names of safetensors files begin with.
+        of_torch: Whether these say that they are in the format of torch, which transformers asks for, and PaddleNLP
+            refuses.
         made: A digest of what tensors are made of, by which ranks are compared.
         block_bytes: For this library's own format, see :class:`paddle_dist_ckpt.SaveOptions`, as for the next.
         data_suffix: How the names of data files end there.
@@ -61,6 +63,7 @@ class ExportRequest(msgspec.Struct, frozen=True):
     dtype: str | None
     max_shard_bytes: int
     stem: str = "model"
+    of_torch: bool = True
     made: str = ""
     block_bytes: int = SaveOptions().block_bytes
     data_suffix: str = DEFAULT_SUFFIX
@@ -213,7 +216,8 @@ def _divided(job: _Job, files: list[ExportFile]) -> ExportPlan:
 
 
 def _safetensors(chosen: _Selected, job: _Job) -> ExportPlan:
-    return _divided(job, plan_safetensors(chosen.tensors, job.request.max_shard_bytes, job.request.stem))
+    request = job.request
+    return _divided(job, plan_safetensors(chosen.tensors, request.max_shard_bytes, request.stem, request.of_torch))
 
 
 def _paddle(chosen: _Selected, job: _Job) -> ExportPlan:

@@ -21,13 +21,14 @@ _RESERVED = "__metadata__"
 _METADATA = {"format": "pt"}  # which transformers asks for; it says nothing about the tensors
 
 
-def plan_safetensors(tensors: Sequence[ExportTensor], most: int, stem: str) -> list[ExportFile]:
+def plan_safetensors(tensors: Sequence[ExportTensor], most: int, stem: str, of_torch: bool) -> list[ExportFile]:
     """The files of an export in safetensors format.
 
     Args:
         tensors: What to write; no two of one key.
         most: The most bytes of tensors in a file, if it has more than one.
         stem: What the files' names begin with.
+        of_torch: Whether they say that they are in the format of torch.
 
     Returns:
         The data files, and last, if there are several, the index.
@@ -42,19 +43,19 @@ def plan_safetensors(tensors: Sequence[ExportTensor], most: int, stem: str) -> l
             raise UnsupportedValueError(f"safetensors keeps the name {_RESERVED!r} for itself; a tensor is called so")
     groups = fill_files(tensors, most)
     if len(groups) == 1:
-        return [_file(f"{stem}.safetensors", groups[0])]
+        return [_file(f"{stem}.safetensors", groups[0], of_torch)]
     names = [f"{stem}-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     weight_map = {tensor.key: name for name, group in zip(names, groups, strict=True) for tensor in group}
     index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)}, "weight_map": weight_map}
     text = msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"
-    files = [_file(name, group) for name, group in zip(names, groups, strict=True)]
+    files = [_file(name, group, of_torch) for name, group in zip(names, groups, strict=True)]
     return [*files, ExportFile(f"{stem}.safetensors.index.json", [text])]
 
 
-def _file(name: str, tensors: Sequence[ExportTensor]) -> ExportFile:
+def _file(name: str, tensors: Sequence[ExportTensor], of_torch: bool) -> ExportFile:
     # The larger items first, as the safetensors library does it, so that each tensor is aligned to its items.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.key))
-    records: dict[str, object] = {_RESERVED: _METADATA}
+    records: dict[str, object] = {_RESERVED: _METADATA} if of_torch else {}
     at = 0
     for tensor in ordered:
         offsets = (at, at + tensor.nbytes)

@@ -214,7 +214,24 @@ def test_a_checkpoint_is_merged_to_safetensors(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("aoa_config", [None, {"aoa_statements": ["a -> a"]}], ids=["as stored", "as made"])
+as_stored_and_as_made = pytest.mark.parametrize(
+    "aoa_config", [None, {"aoa_statements": ["a -> a"]}], ids=["as stored", "as made"]
+)
+
+
+@as_stored_and_as_made
+def test_a_merge_says_of_no_format_what_trainers_of_paddle_refuse(tmp_path: Path, aoa_config: Any) -> None:
+    """PaddleNLP loads safetensors files that say nothing of a format, as Paddle's own, or that it is numpy's."""
+    home = home_of(MERGE)
+    save_state_dict({"a": paddle.ones([2])}, tmp_path / "saved")
+    with install():
+        getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "merged"), aoa_config=aoa_config)
+    with safe_open(tmp_path / "merged" / "model.safetensors", "numpy") as file:
+        assert file.metadata() is None
+        assert list(file.keys()) == ["a"]
+
+
+@as_stored_and_as_made
 def test_a_merge_is_of_one_checkpoint_with_all_of_its_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aoa_config: Any
 ) -> None:
