@@ -6,7 +6,7 @@ import datetime
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -46,21 +46,36 @@ class LocalTensorMetadata:
         local_shape: Its own shape.
         dtype: Name of its element type, such as ``"float32"``.
         global_shape: Shape of the global tensor.
+        is_flattened, flattened_range: What Paddle's own have for ranges of elements, which are boxes here.
     """
 
     global_offset: tuple[int, ...]
     local_shape: tuple[int, ...]
     dtype: str
     global_shape: tuple[int, ...]
+    is_flattened: ClassVar[bool] = False
+    flattened_range: ClassVar[None] = None
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensorIndex:
-    """Identifies one stored shard: the tensor's flat key and where in the tensor the shard starts."""
+    """Identifies one stored shard: the tensor's flat key and where in the tensor the shard starts.
+
+    The key is also there under the name that Paddle's own have for it, and so is what else these have, for trainers
+    that go through the shards: see :class:`LocalTensorMetadata`, and each is stored once.
+    """
 
     tensor_id: str
     global_offset: tuple[int, ...]
     local_shape: tuple[int, ...] | None = None
+    is_flattened: ClassVar[bool] = False
+    flattened_range: ClassVar[None] = None
+    replica_id: ClassVar[None] = None
+
+    @property
+    def tensor_key(self) -> str:
+        """The tensor's flat key."""
+        return self.tensor_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -79,6 +80,21 @@ def test_paddle_load_of_a_metadata_gives_what_it_says(tmp_path: Path) -> None:
         assert paddle.framework.io.load is paddle.load is paddle.framework.load
     with pytest.raises(ValueError, match="can not parse"):
         paddle.load(str(file))
+
+
+def test_the_modules_of_paddle_can_go_through_what_a_metadata_says(tmp_path: Path) -> None:
+    """As PaddleFleet's Trainer has them do, to see whether each rank has its moving averages in a file of its own."""
+    managers = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.metadata_manager")
+    utils: Any = importlib.import_module("paddle.distributed.flex_checkpoint.dcp.utils")
+    states = {"w.w_0": paddle.ones([2, 3]), "b": paddle.ones([])}
+    with install():
+        dist.save_state_dict(states, tmp_path)
+        (file,) = tmp_path.glob("*.metadata")
+        manager = managers.MetadataManager()
+        manager.set_metadata_list([paddle.load(file)])
+    assert sorted(key for key, _ in manager.local_tensor_metadata) == ["b", "w.w_0"]
+    assert not manager.has_flattened_tensors
+    assert not utils.check_resumable_locally(str(tmp_path), states, manager, False, None)
 
 
 def test_paddle_load_of_everything_else_is_paddles(tmp_path: Path) -> None:
