@@ -17,6 +17,8 @@ of that run's variable names: the wanted keys by those of the tensors that are t
     A of P, which has other paths as well   the same of P at any of these           both tables
     A of P                                  what is at the same path, of which      equal keys alone
                                             nothing is known
+    master weight of an unknown parameter   that in the same container, under the   equal names of the parameter
+                                            name of the other mode
 
 What is found otherwise than at its own path is given to one wanted tensor only. All else has no match: no tensor gets
 another one's data.
@@ -29,7 +31,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from ..core.cached import cached_property
-from .names import Names, OptimizerVariable, container_of, may_be_optimizers, variable_containers
+from .names import Names, OptimizerVariable, container_of, master_of_run, may_be_optimizers, variable_containers
 
 __all__ = ["NameMatch"]
 
@@ -72,6 +74,8 @@ class NameMatch:
                 by_name[path] = named
             elif place is not None and at not in stored:
                 found[path] = place  # it is not known which parameter that is of, so only its key speaks for it
+            elif variable is None and at == path and (master := self._masters.get(master_of_run(path))) is not None:
+                by_name[path] = master
         counts, taken = Counter(by_name.values()), set(found.values())
         for path, place in by_name.items():
             if path in moved or (counts[place] == 1 and place not in taken):  # else it cannot be both
@@ -88,6 +92,13 @@ class NameMatch:
             path: OptimizerVariable(tuple(sorted(moved.get(one, one) for one in parameters)), accumulator)
             for path, (parameters, accumulator) in variables.items()
         }
+
+    @cached_property
+    def _masters(self) -> Mapping[str | None, int]:
+        """The number of each stored master weight by what its path says, unless several say the same."""
+        said = [(master_of_run(path), place) for path, place in self._index.items()]
+        counts = Counter(name for name, _ in said)
+        return {name: place for name, place in said if name is not None and counts[name] == 1}
 
     @cached_property
     def _own(self) -> list[int | None]:

@@ -37,6 +37,7 @@ __all__ = [
     "is_accumulator",
     "is_of_run",
     "last_part",
+    "master_of_run",
     "may_be_of_run",
     "may_be_optimizers",
     "may_end_in_name",
@@ -58,6 +59,7 @@ _OF_RUN = re.compile(r"_\d+\.[wb]_\d+(?:\.dist)?_\w+_\d+$")
 # Tried once where a run of other signs begins, as from anywhere in it the same is found, in quadratic time.
 _PARAMETER_OF_RUN = re.compile(r"(?<![^./])([^./]*_\d+\.[wb]_\d+)(?:\.dist)?_\w+_\d+$")
 _ACCUMULATOR_OF_RUN = re.compile(rf"_(?:fp32_master|{'|'.join(_ACCUMULATORS)})_\d+(?:\.dist)?$")
+_MASTER_KEY = re.compile(r"(.+)_fp32_master_\d+|(|.*?\.)master_weights\.(.+)")
 _LEARNING_RATE = re.compile(r"/learning_rate_\d+$")
 _STRUCTURED = re.compile(rf"\.(?:({'|'.join(_ACCUMULATORS)})(?:_0)?|w_0)$")
 _NUMBER = r"_\d+(?:\.dist)?(?:_deepcopy_\d+(?:\.dist)?)*"
@@ -259,6 +261,18 @@ def is_of_run(key: str) -> bool:
 def may_be_of_run(path: str) -> bool:
     """Whether a path looks like that of an optimizer variable under Paddle's own name of it, of whatever parameter."""
     return _MASTERS in path or _OF_RUN.search(path) is not None or _ACCUMULATOR_OF_RUN.search(path) is not None
+
+
+def master_of_run(path: str) -> str | None:
+    """Where a path says that a master weight is: the flat key of its container, and Paddle's name of its parameter.
+
+    That is what remains of it without what makes it one, which differs in dynamic mode and in programs. None if it is
+    the path of something else.
+    """
+    if _MASTERS[1:] not in path and "_fp32_master_" not in path:
+        return None
+    match = _MASTER_KEY.fullmatch(plain_key(path))
+    return match and (match[1] or f"{match[2] or ''}{match[3]}")
 
 
 def parameter_of_run(key: str) -> str | None:

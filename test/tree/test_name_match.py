@@ -225,3 +225,21 @@ def test_variables_of_a_parameter_that_has_several_paths() -> None:
     both = Names(["/optimizer/b.weight.moment1", *wanted.paths], ["linear_9.w_1_moment1_0", *wanted.names])
     twice = NameMatch(stored, index, both, {}, tied).places(both.paths)
     assert twice[0] is None or twice[3] is None, "no stored tensor is given to two"
+
+
+@pytest.mark.parametrize("one", ["/o/master_weights/p_0.w_0", "/o.master_weights.p_0.w_0", "/o/master_weights.p_0.w_0"])
+def test_master_weights_of_unknown_parameters_are_told_by_the_names_of_these(one: str) -> None:
+    other, others = "/o/p_0.w_0_fp32_master_0", dict.fromkeys(("/o/p_0.w_1_fp32_master_0", "/q/p_0.w_0_fp32_master_0"))
+    assert match({other: None, **others}, {one: None}) == {one: other}
+    assert match({one: None, **others}, {other: None}) == {other: one}
+    assert match({one: None, other: None}, {one: None, other: None}) == {one: one, other: other}
+    assert match({one: None}, {other: None, "/o/p_0.w_0_fp32_master_1": None})[other] is None, "it is of one of both"
+    assert match(others, {one: None}) == {one: None}
+    known: Entries = {"/m/w": "p_0.w_0"}
+    assert match({**known, other: None}, {"/m/w": "p_5.w_0", one: None})[one] == other, "as equal keys are taken"
+
+
+def test_master_weights_of_known_parameters_are_not_told_by_the_names_of_these() -> None:
+    one, other = "/o/master_weights/p_0.w_0", "/o/p_0.w_0_fp32_master_0"
+    for path, its in ((one, other), (other, one)):
+        assert match({"/m/w": "p_5.w_0", path: None}, {"/m/w": "p_0.w_0", its: None})[its] is None
