@@ -168,7 +168,7 @@ def scatter_state_dict(
         shown = present(find, session, ranks.transport, PaddleAdapter(ranks.rank), "auto", filled)
         context = LoadContext(shown.storage, session, ranks.transport, adapter, reading, arranger=arranger_of(options))
         metadata = shown.metadata
-        return load(state_dict, context, 0, wanted, None if metadata is None else (lambda _: metadata))
+        return load(state_dict, context, 0, wanted, None if metadata is None else (lambda _: metadata), thaws=frozen)
 
 
 def _together(session: ControlSession, paths: Callable[[], list[str]]) -> list[str]:

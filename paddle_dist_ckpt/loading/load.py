@@ -79,8 +79,9 @@ def load(
     state_dict: dict[Any, Any],
     context: LoadContext,
     unique_id: int | None,
-    scan: Callable[[], Leaves] | None = None,
+    scan: Any = None,
     read: Callable[[int | None], Metadata] | None = None,
+    thaws: bool = True,
 ) -> LoadReport:
     """Fill a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.load_state_dict`.
 
@@ -88,13 +89,13 @@ def load(
         state_dict: This rank's.
         context: This rank's surroundings.
         unique_id: Which checkpoint; None for the newest.
-        scan: Finds the leaves that are asked for; None for all of the state_dict.
+        scan: Finds the leaves that are asked for, and is cached; None for all of the state_dict.
         read: See :class:`LeavesLoad`.
+        thaws: Whether optimizers make entries for parameters that are not trained now, if the checkpoint has such.
     """
-    thaw = None
     if scan is None:
-        scan = found = functools.cache(lambda: flatten(state_dict, context.adapter))
-        thaw = functools.partial(_thaw, found, context.adapter)
+        scan = functools.cache(lambda: flatten(state_dict, context.adapter))
+    thaw = functools.partial(_thaw, scan, context.adapter) if thaws else None
 
     def restore(values: Mapping[str, Any], missing: Container[str]) -> list[Mismatch]:
         left = list[Mismatch]()

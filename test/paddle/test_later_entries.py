@@ -10,7 +10,15 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, StateDictMismatchError, load_state_dict, save_state_dict, stored
+from paddle_dist_ckpt import (
+    LoadOptions,
+    StateDictMismatchError,
+    gather_state_dict,
+    load_state_dict,
+    save_state_dict,
+    scatter_state_dict,
+    stored,
+)
 
 
 class Average(paddle.nn.Layer):
@@ -188,6 +196,22 @@ def test_what_is_kept_for_parameters_that_are_frozen_now_is_loaded_if_it_is_stor
     for parameter in again["model"][0].parameters():
         parameter.stop_gradient = False
     assert _steps(again, 2) == expected
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_was_gathered_for_parameters_that_are_frozen_now_is_scattered(frozen: bool) -> None:
+    """As by a load; not if parameters that are frozen are to be left as they are."""
+    first = _frozen_job(False)
+    _steps(first, 3)
+    whole = gather_state_dict(first)
+    again = _frozen_job(True)
+    report = scatter_state_dict(whole, again, frozen=frozen)
+    assert ("opt.0.weight.moment1" in report.unused_keys) == (not frozen)
+    moments = again["opt"]._accumulators["moment1"]
+    names = [parameter.name for parameter in again["model"].parameters()]
+    assert (names[0] in moments) == frozen
+    assert not frozen or (moments[names[0]] == whole["opt"]["0.weight.moment1"]).all()
+    assert (moments[names[2]] == whole["opt"]["1.weight.moment1"]).all()
 
 
 @pytest.mark.parametrize(
