@@ -195,7 +195,8 @@ def optimizer_state_dict(loaded: Mapping[str, Any], model: Any, optimizer: Any) 
     A checkpoint names an optimizer's entries after the parameters (``fc.weight.moment1``); Paddle's own setter wants
     ``linear_3.w_0_moment1_0``, which is another name in each run.
 
-    An optimizer that has not taken a step gets its accumulators, as by a load into the object.
+    An optimizer that has not taken a step gets its accumulators, as by a load into the object, and those of parameters
+    that are frozen if there are such among what was loaded.
 
     Args:
         loaded: ``load(path)["optimizer"]``, or that of ``load_merged_state_dict(path)``, nested and with whole tensors.

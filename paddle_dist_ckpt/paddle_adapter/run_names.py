@@ -9,10 +9,11 @@ import paddle
 
 from ..core.messages import counted
 from ..errors import StateDictMismatchError, UnsupportedValueError
+from ..tree.names import Names
 from ..tree.paths import parse_path
 from ..tree.state_dict import flatten
 from .masters import copies_of
-from .objects import check_optimizer, optimizer_state
+from .objects import check_optimizer, frozen_of, make_accumulators, optimizer_state
 from .static_program import SCHEDULER
 from .tensors import PaddleAdapter
 from .wrappers import is_look_ahead, refusal, unwrapped
@@ -46,6 +47,7 @@ def optimizer_state_of_run(loaded: Mapping[str, Any], model: Any, optimizer: Any
     if refused is not None:
         raise UnsupportedValueError(f"optimizer: {refused}")
     check_optimizer(optimizer, "optimizer")
+    _make_of_frozen(loaded, model, optimizer)
     own = optimizer_state(optimizer)
     leaves = flatten({"model": model, "optimizer": optimizer}, PaddleAdapter(0))
     stored = {
@@ -74,6 +76,18 @@ def optimizer_state_of_run(loaded: Mapping[str, Any], model: Any, optimizer: Any
     if SCHEDULER in own:
         state[SCHEDULER] = dict(loaded[SCHEDULER])
     return state
+
+
+def _make_of_frozen(loaded: Mapping[str, Any], model: Any, optimizer: Any) -> None:
+    """Make accumulators for parameters that are not trained now, if there are such for them, as a load does."""
+    frozen = set(map(id, frozen_of(optimizer)))
+    if not frozen:
+        return
+    leaves = flatten({"model": model, "optimizer": dict(loaded)}, PaddleAdapter(0))
+    variables = Names(leaves.tensor_paths, [None] * len(leaves.tensor_paths)).variables.values()
+    kept = {path for variable in variables for path in variable.parameters}
+    pairs = zip(leaves.tensor_paths, leaves.tensors, strict=True)
+    make_accumulators(optimizer, [id(one) for path, one in pairs if path in kept and id(one) in frozen])
 
 
 def _named(tensor: Any, name: str) -> Any:

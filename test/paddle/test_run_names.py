@@ -91,6 +91,22 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, kind: str, stepped: int) -
     assert_same(other, model)
 
 
+@pytest.mark.parametrize("stepped", [0, 2], ids=["fresh", "stepped"])
+def test_what_is_kept_for_parameters_that_are_frozen_now_is_given_too(tmp_path: Path, stepped: int) -> None:
+    """As a load gives it; Paddle's own setter would raise once they are trained again."""
+    model, optimizer = job()
+    train(model, optimizer, 0, 4)
+    save(tmp_path, model, optimizer)
+    train(model, optimizer, 4, 8)
+    other, its = job(spare=3, reverse=True)
+    other.up.weight.stop_gradient = other.down.bias.stop_gradient = True
+    train(other, its, 20, 20 + stepped)
+    resume(tmp_path, other, its)
+    other.up.weight.stop_gradient = other.down.bias.stop_gradient = False
+    train(other, its, 4, 8)
+    assert_same(other, model)
+
+
 def test_master_weights_and_what_is_found_by_their_names(tmp_path: Path) -> None:
     """Without a step, of which a CPU has no arithmetic for bfloat16."""
     model, optimizer = job(dtype="bfloat16")
