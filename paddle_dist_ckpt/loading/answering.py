@@ -20,7 +20,7 @@ from ..core.shards import Kind
 from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
-from ..tree.names import Names, may_be_of_run, may_end_in_name
+from ..tree.names import SCHEDULER, Names, may_be_of_run, may_end_in_name, scheduler_of
 from ..tree.paths import ListIndex, Part, TupleIndex, is_own, join, parent_of, plain_key, rank_of
 from .flat_keys import FlatKeys
 from .hints import Hint, Hints
@@ -30,7 +30,6 @@ from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, MISSING, NOT_STORED, O
 
 __all__ = ["Answering"]
 
-_SCHEDULER = "/LR_Scheduler"
 _GROUP = 256  # ranks that are told of each other's values
 _SPARED = -1  # the place of a tensor that the key_map says is left as it is
 _NO_KEYS = ("~l", "~t", "~r")  # how what is below a list, a tuple or ranks' own values goes on
@@ -133,8 +132,8 @@ class Answering:
                 found.skipped[path] = "left as it is, for the checkpoint has no learning rate of a static-graph program"
             else:
                 self._lack(path, moved.get(path, path), found, is_tensor=True)
-        schedulers = {scheduler for path in wanted.values if (scheduler := _scheduler_of(path)) is not None}
-        self.without_tensors.update(scheduler.removesuffix(_SCHEDULER) for scheduler in schedulers)
+        schedulers = {scheduler for path in wanted.values if (scheduler := scheduler_of(path)) is not None}
+        self.without_tensors.update(scheduler.removesuffix(SCHEDULER) for scheduler in schedulers)
         asked: dict[str, int | None] = {}
         if "object" in wanted.values.values():
             asked = dict.fromkeys(wanted.tensors) | places | dict.fromkeys(wanted.spared, _SPARED)
@@ -146,6 +145,7 @@ class Answering:
                 self._answer_object(path, source, asked, wanted.others, found)
             else:
                 self._answer_value(path, source, present, found)
+        self._answer_parts_of_schedulers(wanted, moved, schedulers, found)
         for key in wanted.sources:
             self._answer_source(key, found)
         self._lacking.append((wanted.tensors, {*found.unfit, *found.skipped}))
@@ -260,7 +260,7 @@ class Answering:
             self._answer_own(path, source, found)
         elif source in self._values and present != "none" and (present in DICTS) != _is_dict(self._values[source]):
             found.unfit[path] = value_text(_is_dict(self._values[source]))
-        elif self._is_value(source):
+        elif self._is_value(source) or (scheduler_of(path) is not None and self._is_array(source)):
             self._take(source, path, found)
         elif present == "none" or (present == "list" and self._is_list(source)):
             self._answer_subtree(path, source, found)
@@ -291,6 +291,25 @@ class Answering:
         below = self._below(path)
         return bool(below) and below[0].startswith(("~l", "~t"), len(path) + 1) and all(map(self._is_value, below))
 
+    def _answer_parts_of_schedulers(
+        self, wanted: WantedPaths, moved: Mapping[str, str], schedulers: set[str], found: _Draft
+    ) -> None:
+        """What else is stored in the dicts that a learning rate's scheduler has now: one may add to them as it goes."""
+        places = dict[str, str]()
+        for path, present in wanted.values.items():
+            scheduler = scheduler_of(path)
+            if scheduler is None or present in ("none", "object"):
+                continue
+            source, rest = moved.get(path) or self._scheduler_at(path, schedulers), path[len(scheduler) :]
+            if rest and source.endswith(rest):
+                name = rest.split("/", 2)[1]
+                places[f"{scheduler}/{name}"] = f"{source.removesuffix(rest)}/{name}"
+        for path, source in places.items():
+            for stored in self._below(source):
+                of_path = path + stored[len(source) :]
+                if of_path not in wanted.values and (self._is_value(stored) or self._is_array(stored)):
+                    self._take(stored, of_path, found)
+
     def _lack(self, path: str, source: str, found: _Draft, is_tensor: bool = False) -> None:
         """What is wanted at a path is not what is stored at ``source``, if anything is."""
         if self._may_be_missing(plain_key(path)) and not self._is_there(source):
@@ -307,6 +326,11 @@ class Answering:
     def _is_value(self, path: str) -> bool:
         """Whether a value is stored at a path, in `.metadata` or as an entry of a data file."""
         return path in self._values or self._index.get(path) in self._blobs
+
+    def _is_array(self, path: str) -> bool:
+        """Whether an array is stored at a path."""
+        place = self._index.get(path)
+        return place is not None and bool(self._metadata.table.kinds[place] == Kind.ARRAY)
 
     def _take(self, stored: str, wanted: str, found: _Draft) -> None:
         """Take a value, or an array of an object."""
@@ -335,7 +359,7 @@ class Answering:
             wanted = path + stored[len(source) :]
             if asked.get(wanted) == _SPARED:
                 continue
-            if self._is_value(stored) or self._metadata.table.kinds[self._index[stored]] == Kind.ARRAY:
+            if self._is_value(stored) or self._is_array(stored):
                 self._take(stored, wanted, found)
             elif self._metadata.format != "native" and wanted in arrays:
                 found.arrays.add(self._index[stored])
@@ -383,7 +407,7 @@ class Answering:
     def _scheduler_at(self, path: str, wanted: set[str]) -> str:
         """Where a value is stored: at its path; or in the only scheduler there is, which may be elsewhere than the only
         one that is wanted."""
-        scheduler = _scheduler_of(path)
+        scheduler = scheduler_of(path)
         if scheduler is None or len(wanted) != 1 or len(self._schedulers) != 1:
             return path
         (stored,) = self._schedulers
@@ -391,7 +415,7 @@ class Answering:
 
     @cached_property
     def _schedulers(self) -> set[str]:
-        return {place for place in map(_scheduler_of, self._paths) if place is not None}
+        return {place for place in map(scheduler_of, self._paths) if place is not None}
 
     def _below(self, path: str) -> list[str]:
         first = bisect.bisect_left(self._paths, path + "/")
@@ -452,12 +476,6 @@ class Answering:
             cost=metadata.cost,
             firsts=pack_column(metadata.table.first_shard[places]),
         )
-
-
-def _scheduler_of(path: str) -> str | None:
-    """The path of the learning rate's scheduler in which a value is, or that it is."""
-    before, found, after = path.partition(_SCHEDULER)
-    return before + found if found and after[:1] in ("", "/") else None
 
 
 def _is_dict(tree: Any) -> bool:

@@ -15,6 +15,7 @@ from ..core.text import ranks_text
 from ..options import LoadOptions
 from ..recipes import distinct_text
 from ..tree.building import owner_of
+from ..tree.names import scheduler_of
 from ..tree.objects import ObjectKind, OpenedObject
 from ..tree.paths import flat_keys, own_among, parent_of, plain_key, rank_of
 from ..tree.state_dict import Adapter, Leaves, PerRank
@@ -146,6 +147,7 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         for path, number in zip(wanted.tensors.paths, wanted.tensors.geometry, strict=True):
             wanted.records[path] = _record(keys[path], wanted.tensors.geometries[number], corners[path])
     _add_values(wanted, leaves, objects)
+    _add_arrays_of_schedulers(wanted, leaves, objects)
     _add_others(wanted, leaves, adapter)
     if as_stored:
         wanted.complete = [plain_key(path) for path, one in objects.items() if adapter.is_defined_by_user(one.value)]
@@ -188,15 +190,23 @@ def _flat_keys(leaves: Leaves, objects: Mapping[str, OpenedObject], free: Set[st
 def _to_fill(
     leaves: Leaves, skipped: Set[str], objects: Mapping[str, OpenedObject], free: Set[str]
 ) -> tuple[list[str], list[Any]]:
-    """The tensors and arrays that are filled in place, with their paths: not the arrays of objects that take any."""
-    if not skipped and not free:
+    """The tensors and arrays that are filled in place, with their paths: not the arrays of objects that take any, and
+    of schedulers."""
+    if not skipped and not objects:
         return leaves.tensor_paths, leaves.tensors
     filled = [
         (path, value)
         for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True)
-        if path not in skipped and not (free and isinstance(value, np.ndarray) and owner_of(path, objects) in free)
+        if path not in skipped
+        and not (isinstance(value, np.ndarray) and (owner_of(path, objects) in free or _is_of_scheduler(path, objects)))
     ]
     return [path for path, _ in filled], [value for _, value in filled]
+
+
+def _is_of_scheduler(path: str, objects: Mapping[str, OpenedObject]) -> bool:
+    """Whether it is in the state of the learning rate's scheduler that an optimizer or a program has."""
+    owner = owner_of(scheduler, objects) if (scheduler := scheduler_of(path)) is not None else None
+    return owner is not None and objects[owner].kind in (ObjectKind.OPTIMIZER, ObjectKind.PROGRAM)
 
 
 def _add_values(wanted: WantedState, leaves: Leaves, objects: Mapping[str, OpenedObject]) -> None:
@@ -208,6 +218,13 @@ def _add_values(wanted: WantedState, leaves: Leaves, objects: Mapping[str, Opene
         kind = owner.kind if owner is not None else None
         if path not in wanted.skipped and kind is not ObjectKind.FREE:
             wanted.values[path] = "optional" if kind is ObjectKind.PROGRAM else _present(value, kind is not None)
+
+
+def _add_arrays_of_schedulers(wanted: WantedState, leaves: Leaves, objects: Mapping[str, OpenedObject]) -> None:
+    """Add the arrays that schedulers have now, each of which another array or a value may replace."""
+    for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True) if objects else ():
+        if isinstance(value, np.ndarray) and path not in wanted.skipped and _is_of_scheduler(path, objects):
+            wanted.values[path] = "other"
 
 
 def _add_others(wanted: WantedState, leaves: Leaves, adapter: Adapter) -> None:

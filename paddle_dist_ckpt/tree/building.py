@@ -95,7 +95,7 @@ def _assign(container: Any, changes: dict[Part, Any]) -> Any:
         index = part.at if isinstance(part, (ListIndex, TupleIndex)) else part
         present = copy.get(index) if isinstance(copy, dict) else copy[index]
         if not isinstance(change, _Leaf):
-            copy[index] = _assign(present, change)
+            copy[index] = _settle(change) if present is None else _assign(present, change)
         elif isinstance(change.value, dict) and isinstance(present, dict) and not present:
             present.update(change.value)
         else:

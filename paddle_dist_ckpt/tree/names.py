@@ -29,6 +29,7 @@ from ..core.cached import cached_property
 from .paths import parent_of, plain_key
 
 __all__ = [
+    "SCHEDULER",
     "SHARDED_MASTER",
     "Names",
     "OptimizerVariable",
@@ -42,6 +43,7 @@ __all__ = [
     "may_be_optimizers",
     "may_end_in_name",
     "parameter_of_run",
+    "scheduler_of",
     "variable_containers",
 ]
 
@@ -49,6 +51,7 @@ _DIST = ".dist"
 _MASTER = "master_weight"
 _MASTERS = "/master_weights"
 SHARDED_MASTER = ".w_0"
+SCHEDULER = "/LR_Scheduler"
 _ACCUMULATORS = (
     *("moment1", "moment2", "moment2_max", "moment", "velocity", "beta1_pow_acc", "beta2_pow_acc"),
     *("beta1_pow", "beta2_pow", "inf_norm", "momentum", "momentum_acc", "mean_square", "mean_grad"),
@@ -319,6 +322,12 @@ def _table_name(name: str, parameters: Mapping[str, object]) -> str | None:
         return name
     other = name[: -len(_DIST)] if name.endswith(_DIST) else name + _DIST
     return other if other in parameters else None
+
+
+def scheduler_of(path: str) -> str | None:
+    """The path of the learning rate's scheduler in which a value is, or that it is."""
+    before, found, after = path.partition(SCHEDULER)
+    return before + found if found and after[:1] in ("", "/") else None
 
 
 def container_of(path: str) -> str:

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
@@ -270,3 +271,65 @@ def test_two_optimizers_of_one_frozen_parameter_get_what_is_stored_for_each(tmp_
     assert len(one["momentum"]._accumulators["velocity"]) == 4
     options = LoadOptions(allow_missing=["momentum.*"])
     assert load_state_dict(make(True), tmp_path / "one", options=options).unused_keys == ()
+
+
+class Remembering(paddle.optimizer.lr.LRScheduler):
+    """A schedule that adds to a dict as it goes."""
+
+    def __init__(self) -> None:
+        self.rates: dict[Any, Any] = {}
+        self.deep: dict[str, Any] = {"first": {}}
+        super().__init__(0.1)
+
+    def state_keys(self) -> None:
+        self.keys = ["last_epoch", "last_lr", "rates", "deep"]
+
+    def get_lr(self) -> float:
+        self.rates[f"{self.last_epoch}"] = 0.1 / (1 + self.last_epoch)
+        if self.last_epoch:
+            self.deep[f"of {self.last_epoch}"] = {"best": np.ones([2], np.float32) * self.last_epoch}
+        return float(sum(self.rates.values()))
+
+
+def _scheduled(scheduler: Any) -> dict[str, Any]:
+    model = paddle.nn.Linear(2, 2)
+    return {"model": model, "optimizer": paddle.optimizer.SGD(scheduler, parameters=model.parameters())}
+
+
+def test_what_an_optimizers_scheduler_adds_to_its_dicts_is_loaded(tmp_path: Path) -> None:
+    first = Remembering()
+    for _ in range(3):
+        first.step()
+    save_state_dict(_scheduled(first), tmp_path)
+    for key_map in (None, {"step": None}):
+        again = Remembering()
+        report = load_state_dict(_scheduled(again), tmp_path, options=LoadOptions(key_map=key_map))
+        assert report.unused_keys == ()
+        assert (again.rates, again.last_lr) == (first.rates, first.last_lr)
+        assert again.deep.keys() == first.deep.keys()
+        assert all((again.deep[f"of {i}"]["best"] == i).all() for i in (1, 2, 3))
+    first.step()
+    first.step()
+    again.step()
+    again.step()
+    assert again.last_lr == first.last_lr
+    fewer = load_state_dict(_scheduled(paddle.optimizer.lr.StepDecay(0.1, 2)), tmp_path)
+    assert "optimizer.LR_Scheduler.rates.1" in fewer.unused_keys
+
+
+def test_an_array_may_be_what_a_plateau_compares_with(tmp_path: Path) -> None:
+    """Paddle's scheduler takes metrics that are arrays, and keeps the best one: None at first."""
+    plateau = paddle.optimizer.lr.ReduceOnPlateau
+    metrics: list[Any] = [None, np.full([1], 3, np.float32), np.full([], 2, np.float32), 1.5]
+    trained = plateau(0.1)
+    for number, metric in enumerate(metrics):
+        if metric is not None:
+            trained.step(metric)
+        save_state_dict(_scheduled(trained), tmp_path, unique_id=number)
+    for scheduler in (trained, plateau(0.1)):
+        for number in (2, 1, 0, 3, 1):
+            report = load_state_dict(_scheduled(scheduler), tmp_path, unique_id=number)
+            assert type(scheduler.best) is type(metrics[number])
+            assert (np.shape(scheduler.best), scheduler.best) == (np.shape(metrics[number]), metrics[number])
+            assert scheduler.last_epoch == number
+            assert report.unused_keys == ()
