@@ -240,4 +240,5 @@ class RankFiles:
             try:
                 storage.delete(file.name)
             except (OSError, CheckpointTimeoutError) as error:
-                _logger.warning("%s/%s is left to a later save: %s", storage.location, file.name, error)
+                with suppress(Exception):  # nor of what a handler of the log raises
+                    _logger.warning("%s/%s is left to a later save: %s", storage.location, file.name, error)

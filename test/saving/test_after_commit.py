@@ -14,7 +14,7 @@ import pytest
 
 from paddle_dist_ckpt import AsyncSave, SaveOptions, list_checkpoints
 from paddle_dist_ckpt.control.ranks import Ranks
-from paddle_dist_ckpt.errors import CheckpointError
+from paddle_dist_ckpt.errors import CheckpointError, RankFailureError
 from paddle_dist_ckpt.folder import commit
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, SimulatedRank, run_ranks
 from paddle_dist_ckpt.wiring import save_with
@@ -72,6 +72,18 @@ def test_a_handler_of_the_log_that_raises_when_files_are_left(
     with raising(logging.WARNING):
         save_on([{"n": 2}, {"n": 2}], paths, 0)
     assert load_whole(paths[0])["n"] == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_handler_of_the_log_that_raises_does_not_hide_why_a_save_has_failed(tmp_path: Path, ranks: int) -> None:
+    def hook(operation: str, name: str) -> None:
+        if operation in ("sync_file", "delete") and name.endswith(".safetensors"):
+            raise OSError(errno.EIO, "broken", name)
+
+    with raising(logging.WARNING):
+        results = try_save([{"n": 1}] * ranks, FaultyStorage(tmp_path, hook), 0)
+    for error in errors_of(results, RankFailureError):
+        assert "broken" in str(error)
 
 
 def test_a_handler_of_the_log_that_raises_while_a_claim_is_kept_fresh(
