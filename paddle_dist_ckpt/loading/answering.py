@@ -31,7 +31,6 @@ from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, MISSING, NOT_STORED, O
 __all__ = ["Answering"]
 
 _GROUP = 256  # ranks that are told of each other's values
-_SPARED = -1  # the place of a tensor that the key_map says is left as it is
 _NO_KEYS = ("~l", "~t", "~r")  # how what is below a list, a tuple or ranks' own values goes on
 
 
@@ -135,14 +134,15 @@ class Answering:
         schedulers = {scheduler for path in wanted.values if (scheduler := scheduler_of(path)) is not None}
         self.without_tensors.update(scheduler.removesuffix(SCHEDULER) for scheduler in schedulers)
         asked: dict[str, int | None] = {}
+        apart = set[str]()
         if "object" in wanted.values.values():
-            asked = dict.fromkeys(wanted.tensors) | places | dict.fromkeys(wanted.spared, _SPARED)
+            asked, apart = dict.fromkeys(wanted.tensors) | places, {*wanted.values, *wanted.spared}
         for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
             if "/~l" in source or "/~t" in source:
                 self._take_apart(source)
             if present == "object":
-                self._answer_object(path, source, asked, wanted.others, found)
+                self._answer_object(path, source, asked, apart, wanted.others, found)
             else:
                 self._answer_value(path, source, present, found)
         self._answer_parts_of_schedulers(wanted, moved, schedulers, found)
@@ -342,13 +342,19 @@ class Answering:
             found.renamed.setdefault(stored, []).append(wanted)
 
     def _answer_object(
-        self, path: str, source: str, asked: Mapping[str, int | None], arrays: Container[str], found: _Draft
+        self,
+        path: str,
+        source: str,
+        asked: Mapping[str, int | None],
+        apart: Container[str],
+        arrays: Container[str],
+        found: _Draft,
     ) -> None:
-        """All values and arrays at or below a path; the tensors there have to be wanted by themselves.
+        """All values and arrays at or below a path, but for those that are ``apart``, as those of objects in this one
+        are, which may be stored elsewhere; the tensors there have to be wanted by themselves.
 
         In other formats an array may look like a tensor; ``arrays`` has the paths at which the object has one.
-        ``asked`` has the place that was found for each wanted tensor, and that of none for those that are left as they
-        are.
+        ``asked`` has the place that was found for each wanted tensor.
         """
         below = [source] if self._is_value(source) else self._below(source)
         if not below or (source in self._values and not _is_dict(self._values[source])):
@@ -357,7 +363,10 @@ class Answering:
         inside: set[int | None] | None = None
         for stored in below:
             wanted = path + stored[len(source) :]
-            if asked.get(wanted) == _SPARED:
+            above = wanted
+            while above != path and above not in apart:
+                above = parent_of(above)
+            if above != path:
                 continue
             if self._is_value(stored) or self._is_array(stored):
                 self._take(stored, wanted, found)

@@ -297,7 +297,7 @@ class LeavesLoad:
             wanted.kept,
             tensors.tied(),
             [] if self.thaw is None else wanted.frozen,
-            wanted.spared.paths,
+            sorted(wanted.skipped) if "object" in wanted.values.values() else [],
         )
         choices = {name: repr(getattr(self.context.options, name)) for name in _COMPARED}
         choices |= {name: repr(list(getattr(self.context.options, name))) for name in _SEQUENCES}

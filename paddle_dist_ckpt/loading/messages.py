@@ -100,7 +100,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
         tied: The paths of each tensor that has several.
         frozen: The paths of optimizers, each with the path of a parameter for which it has no entries, since the
             parameter is not trained now.
-        spared: The paths of tensors that the key_map says are left as they are.
+        spared: The paths that the key_map says are left as they are, if there are objects that take all that is stored.
     """
 
     tensors: list[str]

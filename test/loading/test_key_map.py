@@ -156,6 +156,25 @@ def test_a_tensor_that_an_object_does_not_have_is_missed_there_whoever_else_want
     assert problem.startswith(f"{key}: the state_dict has no such entry in its object")
 
 
+@pytest.mark.parametrize("text", ["a", LARGE])
+@pytest.mark.parametrize("meant", ["other", None])
+def test_an_object_in_another_that_is_stored_elsewhere(tmp_path: Path, meant: str | None, text: str) -> None:
+    outer, stored_inner, other = holder(1), holder(np.ones(2)), holder(np.full(2, 2.0))
+    stored_inner.state |= {"text": f"inner {text}", "more": 1}
+    other.state["text"] = f"other {text}"
+    outer.state["inner"] = stored_inner
+    save_alone({"outer": outer, "other": other}, tmp_path)
+    inner, target = holder(np.zeros(2)), holder(0)
+    target.state["inner"] = inner
+    report = loaded(tmp_path, {"outer": target}, {"outer.inner": meant})
+    assert target.state["table"] == 1
+    assert target.state["inner"] is inner
+    assert inner.state.keys() == ({"table"} if meant is None else {"table", "text"})
+    assert inner.state["table"].tolist() == ([0, 0] if meant is None else [2, 2])
+    assert inner.state.get("text") in (None, f"other {text}")
+    assert set(report.unused_keys) >= {f"outer.inner.{name}" for name in stored_inner.state}
+
+
 @pytest.mark.parametrize(
     ("entry", "hint"), [("model.haed", ""), ("model.", "no dot or star at the end: 'model'"), ("model.*", ": 'model'")]
 )

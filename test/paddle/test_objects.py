@@ -631,6 +631,40 @@ def test_other_objects() -> None:
     assert scheduler.last_epoch == 5
 
 
+class Trainer:
+    """An object that has objects in its state."""
+
+    def __init__(self, epochs: int, rate: float) -> None:
+        self.scheduler = paddle.optimizer.lr.StepDecay(rate, 1)
+        self.layer = layer_of()
+        self.optimizer = optimizer_for(self.layer, learning_rate=self.scheduler)
+        for _ in range(epochs):
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.layer, "optimizer": self.optimizer}
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == self.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("key_map", "epoch", "rate"),
+    [
+        ({}, 2, 0.1),
+        ({"trainer.optimizer": None}, 0, 0.3),
+        ({"trainer.optimizer.LR_Scheduler": None}, 0, 0.3),
+        ({"trainer.optimizer.LR_Scheduler": "scheduler"}, 5, 0.7),
+    ],
+)
+def test_a_key_map_about_an_optimizer_in_an_object(tmp_path: Path, key_map: Any, epoch: int, rate: float) -> None:
+    save_state_dict({"trainer": Trainer(2, 0.1), "scheduler": Trainer(5, 0.7).scheduler}, tmp_path)
+    trainer = Trainer(0, 0.3)
+    load_state_dict({"trainer": trainer}, tmp_path, options=LoadOptions(key_map=key_map))
+    assert trainer.scheduler.last_epoch == epoch
+    assert np.isclose(trainer.scheduler.last_lr, rate * 0.1**epoch)
+
+
 def test_an_optimizer_of_one_ranks_parts_is_refused(tmp_path: Path) -> None:
     layer = layer_of()
     optimizer = optimizer_for(layer)
