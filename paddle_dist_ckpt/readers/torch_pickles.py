@@ -152,6 +152,12 @@ def _ignored(*_: Any) -> None:
     """For what does not matter here."""
 
 
+def _member(kind: Any, name: Any) -> None:
+    """A member of an enumeration, which does not matter here, as Python 3.11.2 has it (the others call the class)."""
+    if kind is not _ignored or type(name) is not str:
+        raise Refused("asks for an attribute of something else than an enumeration")
+
+
 def _recorded(kind: str) -> Callable[..., TorchRecord]:
     return lambda *_: TorchRecord(kind)
 
@@ -242,6 +248,8 @@ METADATA: dict[str, Any] = {
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING": _ignored,
     f"{_OLD}.TensorProperties": _recorded("TensorProperties"),
     f"{_OLD}.MEM_FORMAT_ENCODING": _ignored,
+    "builtins.getattr": _member,
+    "__builtin__.getattr": _member,
     "torch.serialization._get_layout": lambda *parts: parts[0],
     **{
         f"{module}.{kind}Path": _ignored  # of the folder that it was written to

@@ -28,7 +28,7 @@ from test.jobs import CountingStorage
 from test.pace import slowness
 from test.readers.golden import GOLDEN, golden_checkpoint
 from test.readers.measured import measured
-from test.readers.torch_writer import DTYPES, Call, DCPWriter, Global, Outside, pickled, saved, tensor
+from test.readers.torch_writer import DCP, DTYPES, Call, DCPWriter, Global, Outside, pickled, saved, tensor
 from test.torture.budgets import cost_of
 from test.torture.hostile_files import problem_of
 
@@ -100,6 +100,23 @@ def test_other_dtypes_are_named(dtype: str, tmp_path: Path) -> None:
     catalog = read(tmp_path, writer)
     assert catalog.left_out == [(("layer.w",), f".metadata: 'layer.w' has the dtype '{dtype}', which cannot be held")]
     assert [tensor.path for tensor in catalog.tensors] == [("b",)]
+
+
+@pytest.mark.parametrize("module", ["builtins", "__builtin__"])
+def test_enumerations_are_read_as_python_3_11_2_has_them(module: str, tmp_path: Path) -> None:
+    class Writer(DCPWriter):
+        def properties(self, dtype: str) -> Call:
+            *before, encoding, pinned = (made := super().properties(dtype)).state
+            member = Call(Global(module, "getattr"), (encoding.function, "TORCH_CONTIGUOUS_FORMAT"))
+            return Call(made.function, (), (*before, member, pinned))
+
+    writer = Writer()
+    writer.add("w", "float32", ARRAY)
+    assert [found.path for found in read(tmp_path, writer).tensors] == [("w",)]
+    for wrong in ((Global("torch", "Size"), "__class__"), (Global(f"{DCP}.metadata", "_MEM_FORMAT_ENCODING"), 1)):
+        (tmp_path / ".metadata").write_bytes(pickled(Call(Global(module, "getattr"), wrong)))
+        with pytest.raises(UnsupportedValueError, match="asks for an attribute of something else"):
+            read(tmp_path)
 
 
 def test_keys_have_the_paths_that_they_were_made_of(tmp_path: Path) -> None:

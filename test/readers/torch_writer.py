@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["DTYPES", "Call", "DCPWriter", "Global", "Outside", "pickled", "saved", "tensor"]
+__all__ = ["DCP", "DTYPES", "Call", "DCPWriter", "Global", "Outside", "pickled", "saved", "tensor"]
 
 DCP = "torch.distributed.checkpoint"
 DTYPES = {  # torch's name, the class of its storages, and a numpy dtype of the same size
