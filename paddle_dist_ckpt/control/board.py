@@ -106,6 +106,11 @@ class Board(ABC):
         """End the connection. Sessions that are open fail, here and on the other ranks."""
         self.shut(failures.record("the control hub was closed"))
 
+    def pass_over(self, number: int) -> None:
+        """Have the next session be of this number at least: this rank's calls before it have come to nothing."""
+        with self.lock:
+            self._opened = max(self._opened, number)
+
     @abstractmethod
     def _carry(self, destination: int, message: Message, payload: bytes) -> None:
         """Move a message to another rank, in order for each. Called with the lock held; must not block."""

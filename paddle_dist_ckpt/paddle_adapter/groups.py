@@ -133,7 +133,8 @@ def _alone(pid: int, rank: int) -> Ranks:
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept with a group: its transports, and for each coordinator the connection and the attempts at it.
+    """What is kept with a group: its transports, and for each coordinator the connection, the attempts at it, the hub,
+    and a lock that is held while that is made.
 
     ``lock`` is held while a connection is made. It is the group's own: on another rank the groups' turns may differ.
     """
@@ -142,6 +143,8 @@ class _Kept:
     host_transport: PaddleTransport
     connections: dict[int, Ranks] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
+    hubs: dict[int, TcpHub] = field(default_factory=dict)
+    making: dict[int, threading.Lock] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -169,9 +172,28 @@ def _new_kept(group: Any) -> _Kept:
 
 
 def _hub(kept: _Kept, group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> TcpHub:
-    """The hub of one coordinator."""
+    """The hub of one coordinator.
+
+    It is made on a thread, which no interrupt reaches. An interrupted rank that made it anew would leave the others
+    with the address of one that is gone, or find its own place taken.
+    """
     attempts = kept.attempts.get(coordinator, 0)
     kept.attempts[coordinator] = attempts + 1  # a call that fails here counts, or this rank would be a call behind
+    making = kept.making.setdefault(coordinator, threading.Lock())
+
+    def make() -> TcpHub:
+        with making:
+            if coordinator not in kept.hubs:
+                kept.hubs[coordinator] = _made_hub(attempts, group, members, rank, coordinator, timeout)
+            kept.hubs[coordinator].pass_over(attempts)
+            return kept.hubs[coordinator]
+
+    return _started(make, "paddle_dist_ckpt connection").result()
+
+
+def _made_hub(
+    attempts: int, group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float
+) -> TcpHub:
     key = f"{_ATTRIBUTE}/{group.id}/{'-'.join(map(str, members))}/{coordinator}"
     try:
         store = _PaddleStore(timeout)
@@ -276,21 +298,30 @@ class _PaddleStore:
 
     @staticmethod
     def _bounded(call: Callable[[], T], timeout: float) -> T:
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(call())
-            except BaseException as error:
-                result.set_exception(error)
-
         try:
-            threading.Thread(target=run, name="paddle_dist_ckpt store", daemon=True).start()
-        except RuntimeError as error:  # there can be no more threads
-            raise CheckpointError(f"rank {dist.get_rank()} cannot ask Paddle's store: {error}") from error
-        try:
-            return result.result(timeout + _STORE_GRACE)
+            return _started(call, "paddle_dist_ckpt store").result(timeout + _STORE_GRACE)
         except FutureTimeout:
             raise TimeoutError(f"Paddle's store has not answered within {timeout:g} s") from None
         except (ValueError, RuntimeError) as error:  # Paddle's, for whatever becomes of a connection
             raise ConnectionError(f"Paddle's store: {type(error).__name__}: {error}") from error
+
+
+def _started(call: Callable[[], T], name: str) -> Future[T]:
+    """Begin a call on a thread of its own, which may be left behind.
+
+    Raises:
+        CheckpointError: there can be no more threads.
+    """
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise CheckpointError(f"rank {dist.get_rank()} cannot ask Paddle's store: {error}") from error
+    return result

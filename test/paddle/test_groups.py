@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,9 +34,12 @@ from paddle_dist_ckpt import (
     save_state_dict,
 )
 from paddle_dist_ckpt.control import AgreedHub
+from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.errors import CollectiveError
 from paddle_dist_ckpt.paddle_adapter import groups, job_secret
 from paddle_dist_ckpt.paddle_adapter.transport import PaddleTransport
+from test.control.groups import Store
+from test.interrupts import interrupted
 from test.paddle import cases_groups as cases
 from test.ranks.launcher import forked, launched
 from test.ranks.pool import RankPool
@@ -404,6 +409,45 @@ def test_the_first_calls_of_several_threads_make_one_connection(monkeypatch: pyt
     with ThreadPoolExecutor(4) as pool:
         assert len({id(hub) for hub in pool.map(agreed._own, [5.0] * 4)}) == 1
     assert made == [0, 1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_first_call_that_was_interrupted_leaves_nothing_in_the_way_of_the_next(
+    monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    def connection(group: Any, rank: int) -> Ranks:
+        return groups._connection(group, (0, 1), rank, 0, 5.0)
+
+    def call(ranks: Ranks) -> list[CheckpointError]:
+        errors = list[CheckpointError]()
+        while len(errors) < 3:  # a call that was interrupted counts, unless it was before it had begun
+            try:
+                with ranks.session("save", 30.0) as made, made as session:
+                    session.gather_scatter("plan", lambda: b"", lambda parts: parts)
+                break
+            except CheckpointError as error:
+                errors.append(error)
+        return errors
+
+    def goes_on(number: int) -> bool:
+        store = Store()
+        monkeypatch.setattr(groups, "_PaddleStore", lambda timeout: store)
+        fakes = [SimpleNamespace(id=0, ranks=[0, 1]) for _ in range(2)]
+        other, more = pool.submit(connection, fakes[1 - victim], 1 - victim), True
+        if victim == 1:
+            other.result()
+        with suppress(RuntimeError, CheckpointError):  # of a Condition that was interrupted
+            more = interrupted(number, lambda: connection(fakes[victim], victim))
+        both = [connection(fakes[victim], victim), other.result()]
+        outcomes = list(pool.map(call, both))
+        for ranks in both:
+            ranks.hub.close()
+        assert all(len(errors) < 3 for errors in outcomes), (number, outcomes)
+        return more
+
+    with ThreadPoolExecutor(2) as pool:
+        number = next(number for number in itertools.count() if not goes_on(number))
+    assert number > 5
 
 
 @pytest.mark.parametrize(
