@@ -44,14 +44,22 @@ class _Failing(msgspec.Struct, frozen=True, array_like=True):
 prepare([_Failing])
 
 
-def agree_on_collectives(session: ControlSession, transport: Transport) -> None:
+def agree_on_collectives(
+    session: ControlSession, transport: Transport, get_ready: Callable[[], object] = lambda: None
+) -> None:
     """Round ``collectives``: let a transport use what works on all ranks. That is tried if it has not been before.
+
+    Args:
+        session: The ranks.
+        transport: How the bytes travel.
+        get_ready: What this rank does before anything. If it raises, all ranks hear of it, and none has begun.
 
     Raises:
         CollectiveError: too little works, on all ranks.
     """
 
     def attempt() -> bytes:
+        get_ready()
         failing = [] if transport.tried else session.run_collectives(transport, lambda transfers: transfers.try_out())
         return encode(_Failing({name: [session.rank] for name in failing}))
 

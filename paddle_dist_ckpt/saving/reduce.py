@@ -55,24 +55,31 @@ def reduce_partials(
         state: What this rank has.
         written: What this rank writes of partial tensors: the number of its shard, and the box in global coordinates.
     """
+    results: dict[tuple[int, Box], Array] = {}
+
+    def copy_own() -> None:  # before any collective: where there is no memory for it, these can still be used later
+        results.update({(row, box): _on_host(state.part(row, box), state) for row, box in written})
+
     if transfers:  # which is so on all ranks
-        agree_on_collectives(session, transport)
-    elif not written:
-        return {}
-    return session.run_collectives(
-        transport, lambda given: _reduce_partials(transfers, session.rank, state, written, given)
-    )
+        agree_on_collectives(session, transport, copy_own)
+    else:
+        copy_own()
+    if transfers or written:
+        session.run_collectives(
+            transport, lambda given: _reduce_partials(transfers, session.rank, state, results, given)
+        )
+    return results
 
 
 def _reduce_partials(
     transfers: Sequence[Transfer],
     rank: int,
     state: LocalState,
-    written: Sequence[tuple[int, Box]],
+    results: Mapping[tuple[int, Box], Array],
     collectives: Transfers,
-) -> dict[tuple[int, Box], Array]:
-    """Exchange addends in chunks and reduce them, source by source in ascending order. See :func:`reduce_partials`."""
-    results = {(row, box): _on_host(state.part(row, box), state) for row, box in written}
+) -> None:
+    """Exchange addends in chunks and reduce them, source by source in ascending order, into what this rank has of the
+    ``results``."""
     streams: dict[int, dict[int, list[Transfer]]] = {}
     for transfer in transfers:
         streams.setdefault(transfer.source, {}).setdefault(transfer.destination, []).append(transfer)
@@ -90,7 +97,6 @@ def _reduce_partials(
             _apply(by_destination.get(rank, []), into, start, results, state)
     for (row, _), array in results.items():
         _finish(array, state.shard(row)[0])
-    return results
 
 
 def _on_host(part: Array | DeviceArray, state: LocalState) -> Array:

@@ -22,6 +22,7 @@ from paddle_dist_ckpt.saving.async_save import AsyncSave
 from paddle_dist_ckpt.saving.describe import LocalState
 from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks
 from test.jobs import (
+    all_ok,
     blank_like,
     data_files,
     errors_of,
@@ -223,7 +224,7 @@ def test_large_addends_are_reduced_in_chunks(tmp_path: Path, chunk: int, monkeyp
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize(("module", "name"), [(rank_files, "plan_files"), (reduce, "_on_host")])
+@pytest.mark.parametrize(("module", "name"), [(rank_files, "plan_files"), (reduce, "_packed")])
 def test_a_rank_that_cannot_take_part_in_the_collectives_says_why(
     tmp_path: Path, module: Any, name: str, in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +250,32 @@ def test_a_rank_that_cannot_take_part_in_the_collectives_says_why(
         assert set(error.failures) == {1}
         assert "MemoryError: Unable to allocate" in str(error)
     assert not list(tmp_path.glob("*.metadata"))
+
+
+def test_a_rank_without_memory_for_its_addends_keeps_no_later_save_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collectives have not begun by then, and so have left out nothing that other ranks count on."""
+    real, failed = reduce._on_host, list[int]()
+
+    def fail(part: Any, state: LocalState) -> Any:
+        if "/one" in state.tensors.paths and not failed:
+            failed.append(1)
+            raise MemoryError("Unable to allocate 3.1 GiB")
+        return real(part, state)
+
+    monkeypatch.setattr(reduce, "_on_host", fail)
+    addend = np.ones((300, 100))
+
+    def work(rank: SimulatedRank) -> SaveReport:
+        state = {"w": partial(addend, "sum", rank.rank, 2), ("zero", "one")[rank.rank]: addend}
+        with pytest.raises(RankFailureError, match="MemoryError: Unable to allocate") as caught:
+            rank.save(state, tmp_path, None, SaveOptions(timeout=10))
+        assert set(caught.value.failures) == {1}
+        return rank.save(state, tmp_path)
+
+    all_ok(run_ranks(2, work))
+    assert same_bits(load_whole(tmp_path)["w"], 2 * addend)
 
 
 def test_a_missing_addend_is_refused(tmp_path: Path) -> None:
