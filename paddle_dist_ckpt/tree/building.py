@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,12 +39,13 @@ def assign_all(
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}
     if free:
         inner = [(path, opened.value) for path, opened in objects.items()]
+        stored = {path: _Stored(path, by_owner[path]) for path in free}
         for path, value in (*zip(leaves.tensor_paths, leaves.tensors, strict=True), *inner):
             if isinstance(value, np.ndarray):  # like a value, it is as it was stored
                 continue
             owner = owner_of(path if path not in objects else parent_of(path), objects)
-            if owner in free:
-                by_owner[owner].setdefault(path, value)
+            if owner in free and stored[owner].leaves_room_for(path):
+                by_owner[owner][path] = value
     found = []
     for path, opened in reversed(objects.items()):
         own = {name[len(path) :]: value for name, value in by_owner[path].items()}
@@ -55,6 +56,33 @@ def assign_all(
             assign(opened.state, own)
             found.append((opened, opened.state))
     return found
+
+
+class _Stored:
+    """What is stored for an object, which it gets as it is: tensors that it has where that has something else, as when
+    only what fits is loaded, are not put in.
+
+    Args:
+        owner: The object's path.
+        paths: Those of what is stored.
+    """
+
+    def __init__(self, owner: str, paths: Collection[str]) -> None:
+        self._owner, self._leaves, self._kinds = owner, set(paths), dict[str, str]()
+        for path in paths:
+            self._kinds.update(self._containers(path))
+
+    def leaves_room_for(self, path: str) -> bool:
+        """Whether nothing else is stored at a path, below it, or where the containers are that it leads through."""
+        return not (path in self._leaves or path in self._kinds) and all(
+            above not in self._leaves and self._kinds.get(above, kind) == kind for above, kind in self._containers(path)
+        )
+
+    def _containers(self, path: str) -> Iterator[tuple[str, str]]:
+        """The containers in the object that a path leads through, each with what tells their kinds apart."""
+        while path != self._owner:
+            path, _, part = path.rpartition("/")
+            yield path, part[:2] if part.startswith(("~l", "~t")) else ""
 
 
 def assign(state_dict: dict[Any, Any], values: Mapping[str, Any]) -> None:

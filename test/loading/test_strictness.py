@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import LoadOptions, LoadReport, PerRank, StateDictMismatchError, stored
-from paddle_dist_ckpt.testing import run_ranks
+from paddle_dist_ckpt.core.box import whole
+from paddle_dist_ckpt.testing import run_ranks, shard_array
 from test.jobs import Counter, all_ok, errors_of, load_whole, saved_by_two
 from test.readers.torch_writer import DCPWriter, saved, tensor
 
@@ -95,6 +96,34 @@ def test_what_is_not_stored_whole_is_left_out_of_a_merged_load(
     key = "parts.0" if recipes is None else "made"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith(f"left out: {key}: the checkpoint does not hold the region [0:4,0:6]")
+
+
+@pytest.mark.parametrize("value", [{"x": 1}, {"0": 1}, 5, [1, 2], LARGE])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("nested", [None, list, lambda tensors: {"x": tensors[0], "y": {"z": tensors[0]}}])
+def test_an_object_gets_its_state_as_stored_whatever_tensors_it_has(
+    tmp_path: Path, nested: Any, strict: bool, value: Any
+) -> None:
+    counter, targets = Counter(), [Counter(), Counter()]
+    counter.state = {"n": 1, "w": value}
+    saved_by_two(tmp_path, {"counter": counter})
+    for target in targets:
+        own = [shard_array(np.zeros(2), [whole((2,))])]
+        target.state = {"n": 0, "w": own[0] if nested is None else nested(own)}
+    states = [{"counter": target} for target in targets]
+    before = [target.state for target in targets]
+    results = outcomes(tmp_path, states, LoadOptions(timeout=60, strict=strict, allow_missing=["*"]))
+    for result, target, old in zip(results, targets, before, strict=True):
+        if isinstance(result, LoadReport):
+            assert result.skipped, "a tensor has stayed as it is"
+            assert target.state["n"] == 1
+            found = target.state["w"]
+            assert ({key: found[key] for key in value} if isinstance(value, dict) else found) == value
+            assert not isinstance(found, dict) or all(type(key) is str for key in found)
+        else:
+            assert strict
+            assert isinstance(result, StateDictMismatchError)
+            assert target.state is old
 
 
 def test_what_one_rank_asks_for_is_asked_for(tmp_path: Path) -> None:
