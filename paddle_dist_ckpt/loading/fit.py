@@ -124,7 +124,11 @@ class Fit:
     def _refuse_differing(self, values: Mapping[str, object]) -> list[Mismatch]:
         """Refuse values that differ and are of one thing in the state_dict; see :func:`.repeated.differing`."""
         wanted, problems = self.wanted, list[Mismatch]()
-        objects = {path for path in wanted.repeated if wanted.values.get(path) == "object"}
+        if not wanted.repeated:
+            return problems
+        given = {path for path, present in wanted.values.items() if present == "object"}
+        given -= self.answer.unfit.keys() | self.answer.skipped.keys()
+        objects = {path for path, first in wanted.repeated.items() if given >= {path, first}}
         for path, other in differing(wanted.repeated, objects, values):
             if path not in self.refused:
                 self.refused.add(path)

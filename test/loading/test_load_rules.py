@@ -538,6 +538,24 @@ def test_all_that_is_stored_for_an_object_under_two_keys_is_compared(tmp_path: P
         assert repr(target.values["x"]) == repr(same)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("size", [1, 9000], ids=["small", "large"])
+@pytest.mark.parametrize("key", ["a", "b"])
+@pytest.mark.parametrize(
+    "options", [{"allow_missing": ["*"]}, {"strict": False}, {"key_map": {"a": None}}, {"key_map": {"b": None}}]
+)
+def test_an_object_under_two_keys_gets_what_is_stored_for_one(
+    tmp_path: Path, options: dict[str, Any], key: str, size: int, exchange: Any
+) -> None:
+    left = next(iter(options.get("key_map", {})), None)
+    both = {name: Settings(x=name * size) for name in "ab"}
+    save_alone({key: both[key]} if left is None else both, tmp_path)
+    target = Settings(x="")
+    options = options | {"exchange": exchange, "timeout": 60}
+    load_alone({"a": target, "b": target}, tmp_path, options=LoadOptions(**options))
+    assert target.values == {"x": (key if left is None else {"a": "b", "b": "a"}[left]) * size}
+
+
 def test_a_tuple_under_two_keys_is_replaced_under_each(tmp_path: Path) -> None:
     save_alone({"a": (np.ones(2), 1), "b": (np.ones(2), 2)}, tmp_path)
     both = (np.zeros(2), 0)
