@@ -136,7 +136,9 @@ class Answering:
         asked: dict[str, int | None] = {}
         apart = set[str]()
         if "object" in wanted.values.values():
-            asked, apart = dict.fromkeys(wanted.tensors) | places, {*wanted.values, *wanted.spared}
+            asked = dict.fromkeys(wanted.tensors) | places
+            apart = {path for path, present in wanted.values.items() if present not in ("empty", "nothing")}
+            apart.update(wanted.spared)
         for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
             if "/~l" in source or "/~t" in source:

@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ..files.metadata import Metadata
 from ..tree.paths import WILDCARD, containers_of, join, plain_key
 
-__all__ = ["LEFT_OUT", "OWN_KEY", "apply", "leaves_alone", "matched", "matcher", "path_of_key", "unmatched_text"]
+__all__ = [
+    "LEFT_OUT",
+    "OWN_KEY",
+    "apply",
+    "leaves_all",
+    "leaves_alone",
+    "matched",
+    "matcher",
+    "path_of_key",
+    "unmatched_text",
+]
 
 OWN_KEY = "what is stored under its own key"
 """What a wanted tensor is, in words, if nothing else is said of it."""
@@ -72,6 +82,13 @@ def leaves_alone(key_map: KeyMap | None, key: str) -> bool:
     if not isinstance(key_map, Mapping):
         return True
     return not any(f"{one}.".startswith(f"{key}.") or key.startswith(f"{one}.") for one in key_map)
+
+
+def leaves_all(key_map: KeyMap | None, key: str) -> bool:
+    """Whether a mapping leaves all as it is that has a flat key, or is below it. Of a function it is not known."""
+    if not isinstance(key_map, Mapping) or _lookup(key_map)(key) is not None:
+        return False
+    return not any(stored is not None and one.startswith(f"{key}.") for one, stored in key_map.items())
 
 
 def unmatched_text(entry: str) -> str:

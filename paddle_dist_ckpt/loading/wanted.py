@@ -135,6 +135,9 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         targets = (path for path in leaves.tensor_paths if not free or owner_of(path, objects) not in free)
         made = match_recipes(options.recipes or {}, {path: keys[path] for path in targets})
         moved, skipped = key_map.apply(options.key_map, {p: key for p, key in keys.items() if p not in made.recipes})
+        # Of these objects, others than those that take any values, there may be stored what they do not have.
+        left_whole = [path for path in objects if key_map.leaves_all(options.key_map, plain_key(path))]
+        skipped.update(path for path in left_whole if not _any_below(path, made.recipes))
     wanted = WantedState(moved=moved, skipped=skipped, made=made, has_objects=bool(objects), repeated=leaves.repeated)
     wanted.key_map = key_map.matched(options.key_map, keys.values())
     asked, values = _to_fill(leaves, skipped, objects, free)

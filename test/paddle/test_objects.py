@@ -23,9 +23,11 @@ from paddle_dist_ckpt import (
     load_state_dict,
     save,
     save_state_dict,
+    stored,
 )
 from paddle_dist_ckpt.paddle_adapter import objects
 from paddle_dist_ckpt.paddle_adapter.static_program import program_state
+from paddle_dist_ckpt.paddle_adapter.tensors import PaddleAdapter
 from paddle_dist_ckpt.tree.canonical import canonical_paths
 from test.paddle.optimizers import flat, named_state, scaler_of
 from test.paddle.versions import FROM_LOCAL, LATER_THAN_3_0, SHARDING_STAGES, lacks
@@ -663,6 +665,34 @@ def test_a_key_map_about_an_optimizer_in_an_object(tmp_path: Path, key_map: Any,
     load_state_dict({"trainer": trainer}, tmp_path, options=LoadOptions(key_map=key_map))
     assert trainer.scheduler.last_epoch == epoch
     assert np.isclose(trainer.scheduler.last_lr, rate * 0.1**epoch)
+
+
+def test_a_layer_without_entries_in_an_object_misses_what_is_stored_for_it(tmp_path: Path) -> None:
+    save_state_dict({"trainer": Trainer(0, 0.1)}, tmp_path)
+    trainer = Trainer(0, 0.1)
+    trainer.layer = paddle.nn.ReLU()
+    with pytest.raises(StateDictMismatchError, match=r"trainer.model.weight: the state_dict has no such entry"):
+        load_state_dict({"trainer": trainer}, tmp_path)
+
+
+def test_an_object_in_another_is_left_whatever_is_stored_for_it(tmp_path: Path) -> None:
+    saved, trainer = Trainer(2, 0.1), Trainer(0, 0.3)
+    save_state_dict({"trainer": saved}, tmp_path)
+    trainer.optimizer = paddle.optimizer.SGD(trainer.scheduler, parameters=trainer.layer.parameters())
+    with pytest.raises(StateDictMismatchError, match=r"trainer.optimizer.weight.moment1: the state_dict has no such"):
+        load_state_dict({"trainer": trainer}, tmp_path)
+    options = LoadOptions(key_map={"trainer.optimizer": None})
+    report = load_state_dict({"trainer": trainer}, tmp_path, options=options)
+    assert trainer.scheduler.last_epoch == 0
+    assert "trainer.optimizer.weight.moment1" in report.unused_keys
+    recipes = {"trainer.model.weight": stored("trainer.model.weight")}
+    with mock.patch.object(PaddleAdapter, "restore", return_value=[]) as restore:
+        options = LoadOptions(key_map={"trainer.optimizer": None, "trainer.model": None}, recipes=recipes)
+        load_state_dict({"trainer": trainer}, tmp_path, options=options)
+    assert [call.args[0] for call in restore.call_args_list] == [trainer.layer, trainer]
+    moved = LoadOptions(key_map={"trainer.optimizer": None, "trainer.optimizer.LR_Scheduler": "trainer.gone"})
+    with pytest.raises(StateDictMismatchError, match=r"looked up as 'trainer.gone.last_epoch'"):
+        load_state_dict({"trainer": trainer}, tmp_path, options=moved)
 
 
 def test_an_optimizer_of_one_ranks_parts_is_refused(tmp_path: Path) -> None:
