@@ -14,6 +14,7 @@ import msgspec
 from .control.ranks import Ranks
 from .core.messages import encode
 from .core.parts import SourceTensor
+from .core.shards import Kind
 from .errors import UnsupportedValueError
 from .exporting.export import check_free, check_same_export
 from .exporting.formats import ExportRequest
@@ -21,6 +22,7 @@ from .files.metadata import Metadata
 from .files.names import DEFAULT_SUFFIX
 from .folder.checkpoint import read_checkpoint
 from .folder.hidden import HiddenFolder
+from .loading.merged import add_leaf
 from .loading.staging import piece_bytes
 from .loading.stored_tensors import stored_tensors
 from .loading.wording import LEFT_BY_AOA
@@ -28,6 +30,7 @@ from .options import LoadOptions, SaveOptions
 from .reports import ExportReport
 from .storage import bounded_folders
 from .tree.paths import plain_key
+from .tree.state_dict import Adapter, Leaves
 from .visible import visible
 from .wiring import arranger_of, comparable, export_with, load_with, paddles, save_with, source_of
 
@@ -94,9 +97,15 @@ def export_filled_with(
     keys = [key for key in stored if key in asked]
     _check_one_meaning(metadata, keys)
     mine = keys[members.index(ranks.rank) :: len(members)]
-    adapter = PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes), place)
-    state = {key: adapter.empty(stored[key].shape, stored[key].dtype) for key in mine}
-    find = paddles(ranks, state, options.staging_bytes)
+    state: dict[Any, Any] = {}
+
+    def find() -> tuple[dict[Any, Any], Adapter]:  # in the session, so that all ranks hear of one that has no memory
+        adapter, leaves = PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes), place), Leaves()
+        for key in mine:
+            add_leaf(leaves, key, Kind.TENSOR, stored[key].shape, stored[key].dtype, adapter.empty, key)
+        state.update(zip(mine, leaves.tensors, strict=True))
+        return state, adapter
+
     report = load_with(ranks, find, path, metadata.unique_id, options, offload)
     if ranks.rank == coordinator:
         _warn_of_new(options, stored)

@@ -34,8 +34,10 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.core import parts as core_parts
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.export_calls import export_request
 from paddle_dist_ckpt.loading.stored_tensors import stored_tensors
 from paddle_dist_ckpt.paddle_adapter import aoa
+from paddle_dist_ckpt.state_exports import export_filled_with
 from paddle_dist_ckpt.wiring import load_with, paddles
 from test.paddle.layouts import Array
 from test.paddle.tensors import to_array
@@ -846,6 +848,15 @@ def test_a_merge_fills_what_is_stored_by_the_options_too(tmp_path: Path, options
         home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "merged")
     merged = load_merged_state_dict(tmp_path / "merged")
     assert {key: tensor.tolist() for key, tensor in merged.items()} == {"a": [0, 0], "b": [0, 0], "c": [2, 2]}
+
+
+def test_a_merge_of_what_one_rank_cannot_hold_ends_on_all(tmp_path: Path) -> None:
+    save_state_dict({"a": paddle.ones([2]), "b": np.zeros([1] * 10, "float32")}, tmp_path / "saved")
+    request = export_request(tmp_path / "merged")
+    options = LoadOptions(timeout=20, aoa_config={"aoa_statements": ["a -> c"]})
+    errors = on_ranks([{}, {}], lambda ranks, _: export_filled_with(ranks, tmp_path / "saved", request, options, False))
+    assert all(isinstance(error, UnsupportedValueError) for error in errors), errors
+    assert all("b: Paddle has no tensors of more than 9 dimensions" in str(error) for error in errors)
 
 
 def test_a_merge_in_static_mode(tmp_path: Path) -> None:
