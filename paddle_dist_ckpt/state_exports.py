@@ -161,7 +161,10 @@ def _check_one_meaning(metadata: Metadata, keys: Sequence[str]) -> None:
 
 def _warn_of_new(options: LoadOptions, stored: Mapping[str, SourceTensor]) -> None:
     arranger = arranger_of(options)
-    made = {} if arranger is None else arranger.arrange(stored, None)
+    try:
+        made = {} if arranger is None else arranger.arrange(stored, None)
+    except ValueError:  # a pattern stands for wanted keys, of which there are none where everything is to be made
+        return
     new = [key for key in made if key not in stored]
     if new:
         _logger.warning("only tensors under stored keys are written, and not %s", ", ".join(new[:20]))

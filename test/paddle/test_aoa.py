@@ -859,6 +859,17 @@ def test_a_merge_of_what_one_rank_cannot_hold_ends_on_all(tmp_path: Path) -> Non
     assert all("b: Paddle has no tensors of more than 9 dimensions" in str(error) for error in errors)
 
 
+def test_a_merge_by_a_pattern_of_what_is_wanted(tmp_path: Path) -> None:
+    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    state = {"a": paddle.arange(4.0), **{f"m.{i}.x": paddle.zeros([2]) for i in range(2)}}
+    save_state_dict(state, tmp_path / "saved")
+    with install():
+        config = {"aoa_statements": ["a -> m.*.x, axis=0"]}
+        home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "merged", aoa_config=config)
+    merged = load_merged_state_dict(tmp_path / "merged", flat=True)
+    assert [merged[f"m.{i}.x"].tolist() for i in range(2)] == [[0, 1], [2, 3]]
+
+
 def test_a_merge_in_static_mode(tmp_path: Path) -> None:
     home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
     save_state_dict({"a": paddle.ones([2]), "b": paddle.zeros([2])}, tmp_path / "saved")
