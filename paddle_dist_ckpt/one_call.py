@@ -167,7 +167,8 @@ def model_state_dict(
             ``set_state_dict(..., use_structured_name=False)``.
 
     Returns:
-        The loaded tensors, not copies.
+        The loaded tensors, not copies; but where the model's state has its parameters in another dtype, as that of
+        ``amp.decorate(save_dtype=...)``, copies in their own.
 
     Raises:
         StateDictMismatchError: an entry of the model is missing, or has another shape or dtype, or is distributed in

@@ -26,6 +26,7 @@ __all__ = [
     "MASTERS",
     "check_optimizer",
     "frozen_of",
+    "in_own_dtypes",
     "is_defined_by_user",
     "is_object",
     "is_optimizer",
@@ -275,7 +276,7 @@ def _restore_layer(layer: Any, state: dict[str, Any]) -> list[str]:
     if not has_setter and filled <= own:
         return []
     given = dict(state)  # which a class's own setter may take apart
-    taken = layer.set_state_dict(state if has_setter else _in_own_dtypes(layer, state))
+    taken = layer.set_state_dict(in_own_dtypes(layer, state))
     missing, unexpected = taken if isinstance(taken, tuple) and len(taken) == 2 else ((), ())
     not_taken = [key for key in unexpected if key in given and id(given[key]) not in own]
     names = set(missing)  # a wrapper's setter says them without the wrapper's own name for what it wraps
@@ -307,8 +308,11 @@ def own_tensors(layer: Any) -> dict[str, Any]:
     return {key: tensor for key, tensor in own.items() if isinstance(tensor, paddle.Tensor)}
 
 
-def _in_own_dtypes(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The state with each tensor in its dtype in the layer; ``set_state_dict`` takes no other."""
+def in_own_dtypes(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The state with each tensor in its dtype in the layer; ``set_state_dict`` takes no other. For a class with its own
+    it is the state itself."""
+    if _overrides(layer, paddle.nn.Layer):
+        return state
     by_key = own_tensors(layer)
     by_name = {tensor.name: tensor for tensor in by_key.values()}
     converted = dict(state)

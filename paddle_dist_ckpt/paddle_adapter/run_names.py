@@ -13,7 +13,7 @@ from ..tree.names import Names
 from ..tree.paths import parse_path
 from ..tree.state_dict import flatten
 from .masters import copies_of
-from .objects import check_optimizer, frozen_of, make_accumulators, optimizer_state
+from .objects import check_optimizer, frozen_of, in_own_dtypes, make_accumulators, optimizer_state
 from .static_program import SCHEDULER
 from .tensors import PaddleAdapter
 from .wrappers import is_look_ahead, refusal, unwrapped
@@ -33,10 +33,11 @@ def model_state_of_run(loaded: Mapping[str, Any], model: Any, frozen: bool, vari
     state, problems = {}, list[str]()
     for key, tensor in own.items():
         if id(tensor) not in left_out:
-            state[tensor.name if variable_names else key] = loaded.get(key)
+            state[key] = loaded.get(key)
             problems += _problems(key, loaded.get(key), tensor)
     _raise(problems, "model")
-    return state
+    state = in_own_dtypes(model, state)  # the model's own state may have copies in another one
+    return {own[key].name: one for key, one in state.items()} if variable_names else state
 
 
 def optimizer_state_of_run(loaded: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:

@@ -196,6 +196,24 @@ def test_a_models_state_by_keys_or_by_this_runs_variables(tmp_path: Path) -> Non
     assert_same(other, model)
 
 
+@pytest.mark.parametrize("variable_names", [False, True])
+def test_a_model_whose_state_has_copies_of_another_dtype(variable_names: bool) -> None:
+    """As that of ``amp.decorate(save_dtype=...)``."""
+
+    def as_float32(entries: dict[str, Any]) -> None:
+        for key, tensor in entries.items():
+            name, entries[key] = tensor.name, tensor.cast("float32")
+            entries[key].name = name
+
+    model = paddle.nn.Linear(2, 2)
+    model.to(dtype="bfloat16")
+    model.register_state_dict_hook(as_float32)
+    loaded = {"weight": paddle.full([2, 2], 3.0), "bias": paddle.full([2], 4.0)}
+    state = model_state_dict(loaded, model, variable_names=variable_names)
+    model.set_state_dict(state, use_structured_name=not variable_names)
+    assert [float(one.cast("float32").max()) for one in (model.weight, model.bias)] == [3.0, 4.0]
+
+
 def test_without_what_is_not_trained(tmp_path: Path) -> None:
     model, _ = job()
     model.up.weight.stop_gradient = True
