@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from ..core.box import whole
 from ..core.parts import Arranged, Arranger, IdleStatement, Part, SourceTensor, WantedTensor
 from ..options import LoadOptions
-from ..planning.recipe_parts import PartMaker, RecipeError
+from ..planning.recipe_parts import PartMaker, RecipeError, misfit
 from ..recipes import Recipe, filled, placeholders, stored_keys
+from .part_targets import fitted_parts
 from .recipes import KeyPattern, Matching, match_recipes
 
 __all__ = ["RecipeArranger", "arranger_for", "is_itself"]
@@ -77,6 +78,13 @@ class RecipeArranger:
             for key, one in left.items()
             if one is not None and key not in matching.recipes and not (key in used and is_itself(key, one, stored))
         }
+        unfit = {
+            key: text
+            for key, one in kept.items()
+            if not is_itself(key, one, stored) and (text := _why_unfit(one, stored, absent))
+        }
+        problems += [f"{key}: {text}" for key, text in unfit.items()]
+        kept = {key: one for key, one in kept.items() if key not in unfit}
         return AllMade({**kept, **made}, set(matching.sources), problems + more)
 
 
@@ -88,6 +96,26 @@ def arranger_for(options: LoadOptions, rest: Arranger | None) -> RecipeArranger 
 def is_itself(key: str, arranged: Arranged, stored: Mapping[str, SourceTensor]) -> bool:
     """Whether what is made for a key is the stored tensor of that key, as it is."""
     return key in stored and arranged.parts == _parts_of_whole(key, stored[key].shape)
+
+
+def _why_unfit(arranged: Arranged, stored: Mapping[str, SourceTensor], absent: Callable[[str], str]) -> str | None:
+    """Why a tensor cannot be made of the parts that were found for it, if it cannot."""
+    try:
+        made = fitted_parts(arranged, None, _find_in(stored, absent))
+        dtype = arranged.dtype_of(stored)
+        reason = misfit(made, made.shape, dtype, False)
+    except RecipeError as error:
+        return str(error)
+    return None if reason is None else f"{reason} (of {', '.join(dict.fromkeys(part.key for part in made.parts))})"
+
+
+def _find_in(stored: Mapping[str, SourceTensor], absent: Callable[[str], str]) -> Callable[[str], SourceTensor]:
+    def find(key: str) -> SourceTensor:
+        if key not in stored:
+            raise RecipeError(f"it is made of {key}, which in the checkpoint is {absent(key)}")
+        return stored[key]
+
+    return find
 
 
 def _parts_of_whole(key: str, shape: tuple[int, ...]) -> list[Part]:
@@ -103,12 +131,7 @@ def _made(
 ) -> tuple[dict[str, Arranged], list[str]]:
     """What the recipes of some keys make, and what does not fit."""
 
-    def find(key: str) -> SourceTensor:
-        if key not in stored:
-            raise RecipeError(f"it is made of {key}, which in the checkpoint is {absent(key)}")
-        return stored[key]
-
-    maker = PartMaker(find)
+    maker = PartMaker(_find_in(stored, absent))
     made, problems = {}, []
     for key, recipe in matching.recipes.items():
         try:

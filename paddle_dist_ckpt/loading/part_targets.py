@@ -17,7 +17,7 @@ import numpy as np
 from ..core.box import Box, whole
 from ..core.boxes import Boxes
 from ..core.device_memory import contiguous_strides
-from ..core.dtypes import dtype_named
+from ..core.dtypes import DType, dtype_named
 from ..core.local_tensors import LocalTensors, overlaps_itself
 from ..core.parts import NEW, Arranged, Part, SourceTensor
 from ..core.shards import ShardTable
@@ -167,7 +167,7 @@ class _Making:
         if path in self._recipes:
             made = self._maker.make(self._recipes[path])
         else:
-            made = _arranged(self._answer.parts[path], geometry, self._find)
+            made = fitted_parts(self._answer.parts[path], geometry.dtype, self._find)
         fitted = self._resizing.fitted(path, geometry, made.shape)
         reason = misfit(made, fitted.shape, geometry.dtype, self._cast)
         if reason is not None:
@@ -203,8 +203,8 @@ def _lacks(filled: FilledRecipe, answer: LoadAnswer) -> bool:
     return any(answer.absent.get(key, "").startswith(MISSING) for key in filled.keys.values())
 
 
-def _arranged(arranged: Arranged, geometry: Geometry, find: Callable[[str], SourceTensor]) -> Made:
-    """What parts make that the coordinator has found.
+def fitted_parts(arranged: Arranged, dtype: DType | None, find: Callable[[str], SourceTensor]) -> Made:
+    """What parts make that were found for a tensor, of this element type; or of that of the first, if it is None.
 
     Raises:
         RecipeError: they do not fit what is stored, or something is missing.
@@ -213,10 +213,11 @@ def _arranged(arranged: Arranged, geometry: Geometry, find: Callable[[str], Sour
     places = tuple(part.place for part in parts if part.place.size)
     if not all(_is_sound(part, find(part.key).shape) for part in parts) or not _tile(tuple(shape), places):
         raise RecipeError(f"its parts do not make up a tensor of shape {list(shape)}")
-    for dtype in (dtype_named(part.dtype) if part.dtype else find(part.key).dtype for part in parts):
-        if dtype is not geometry.dtype:
-            return Made(shape, dtype, parts)
-    return Made(shape, geometry.dtype, parts)
+    for found in (dtype_named(part.dtype) if part.dtype else find(part.key).dtype for part in parts):
+        dtype = dtype or found
+        if found is not dtype:
+            return Made(shape, found, parts)
+    return Made(shape, dtype or dtype_named(arranged.dtype or ""), parts)
 
 
 def _is_sound(part: Part, stored: Sequence[int]) -> bool:

@@ -719,6 +719,43 @@ def test_whole_tensors_are_never_what_memory_had_before(tmp_path: Path, statemen
     assert made_whole(tmp_path, statements) == {key: arrays[key] for key in (*left, "c")}
 
 
+@pytest.mark.parametrize(
+    ("statement", "shapes", "text"),
+    [
+        ("a, b -> x, axis=1", {"a": (2, 2), "b": (3, 2)}, "x: its parts do not make up a tensor of shape [2, 4]"),
+        ("b, a -> x, axis=1", {"a": (2, 2), "b": (3, 2)}, "x: its parts do not make up a tensor of shape [3, 4]"),
+        ("a, b -> x, axis=0", {"a": (2, 2), "b": (4,)}, "x: its parts do not make up a tensor of shape [6, 2]"),
+        ('a -> x, permute="[0, 0]"', {"a": (2, 2)}, "x: its parts do not make up a tensor of shape [2, 2]"),
+        ("a^T -> x", {"a": (2, 2), "a.w_0": (4,)}, "x.w_0: its parts do not make up a tensor of shape [2, 2]"),
+        (
+            "a, b -> x, axis=0",
+            {"a": (2, 2), "b": (2, 2), "a.w_0": (2, 2)},
+            "x.w_0: it is made of b.w_0, which in the checkpoint is missing",
+        ),
+        (
+            "a -> t, dtype='bfloat16'",
+            {"a": (2, 2), "b": (2, 2)},
+            "x: its recipe casts to float32, and not to bfloat16, the target's dtype (of a, b)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_made_nowhere(tmp_path: Path, statement: str, shapes: Shapes, text: str) -> None:
+    """Where everything is made, as where it is wanted; without ``strict`` it is left out."""
+    arrays = {key: array_of(shape, "float32", i) for i, (key, shape) in enumerate(shapes.items())}
+    save_state_dict({key: tensor_of(array) for key, array in arrays.items()}, tmp_path / "saved")
+    config = {"aoa_statements": [statement, *(["t, b -> x, axis=0"] if "-> t" in statement else [])]}
+    for call in (
+        lambda options: load_merged_state_dict(tmp_path / "saved", options=options),
+        lambda options: export(tmp_path / "saved", tmp_path / "out", options=options),
+    ):
+        with pytest.raises(StateDictMismatchError) as raised:
+            call(LoadOptions(aoa_config=config))
+        assert list(raised.value.problems) == [text]
+    if "x.w_0" in text:
+        options = LoadOptions(aoa_config=config, strict=False)
+        assert set(load_merged_state_dict(tmp_path / "saved", options=options)) == {"x"}
+
+
 def test_statements_that_change_nothing_are_errors_for_whole_tensors_too_if_nothing_may_be_idle(tmp_path: Path) -> None:
     save_state_dict({"a": paddle.ones([2, 3]), "b": paddle.zeros([2, 3])}, tmp_path / "saved")
     config = {"aoa_statements": ["a -> b", "l.$LAYER_ID.q -> l.$LAYER_ID.k"]}
