@@ -286,7 +286,8 @@ def _arrangements(
         if not slices:
             yield key, None
         elif state in _POWERS:
-            source = min(name for name, *_ in slices) + state
+            sources = sorted(name + state for name, *_ in slices)
+            source = next(filter(stored.__contains__, sources), sources[0])
             shape = stored[source].shape if source in stored else ()
             yield key, Arranged(shape, [Part(source, whole(shape), tuple(range(len(shape))), whole(shape))])
         else:

@@ -756,6 +756,17 @@ def test_what_does_not_fit_is_made_nowhere(tmp_path: Path, statement: str, shape
         assert set(load_merged_state_dict(tmp_path / "saved", options=options)) == {"x"}
 
 
+def test_powers_of_betas_are_those_of_any_part_that_has_them(tmp_path: Path) -> None:
+    power = ".beta1_pow_acc_0"
+    state = {"a": paddle.ones([2]), "b": paddle.ones([2]), f"b{power}": paddle.full([1], 0.5)}
+    save_state_dict(state, tmp_path / "saved")
+    assert made_whole(tmp_path, ["a, b -> x, axis=0"]) == {"x": [1] * 4, f"x{power}": [0.5]}
+    target = {f"x{power}": paddle.zeros([1])}
+    config = {"aoa_statements": ["a, b -> x, axis=0"]}
+    load_state_dict(target, tmp_path / "saved", options=LoadOptions(aoa_config=config))
+    assert target[f"x{power}"].tolist() == [0.5]
+
+
 def test_statements_that_change_nothing_are_errors_for_whole_tensors_too_if_nothing_may_be_idle(tmp_path: Path) -> None:
     save_state_dict({"a": paddle.ones([2, 3]), "b": paddle.zeros([2, 3])}, tmp_path / "saved")
     config = {"aoa_statements": ["a -> b", "l.$LAYER_ID.q -> l.$LAYER_ID.k"]}
