@@ -245,6 +245,15 @@ METADATA: dict[str, Any] = {
         )
     },
     f"{_DCP}.filesystem._StorageInfo": _recorded("_StorageInfo"),
+    # The plans of all ranks, `all_local_plans`, which Megatron-LM has left in what it writes:
+    **{
+        name: _recorded(name)
+        for name in (
+            "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
+            *(f"{_DCP}.planner.{kind}" for kind in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
+        )
+    },
+    f"{_DCP}.planner.WriteItemType": _ignored,
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING": _ignored,
     f"{_OLD}.TensorProperties": _recorded("TensorProperties"),
     f"{_OLD}.MEM_FORMAT_ENCODING": _ignored,

@@ -119,6 +119,37 @@ def test_enumerations_are_read_as_python_3_11_2_has_them(module: str, tmp_path: 
             read(tmp_path)
 
 
+def test_plans_that_megatron_leaves_in_the_metadata_do_not_matter(tmp_path: Path) -> None:
+    class Writer(DCPWriter):
+        @property
+        def metadata(self) -> bytes:
+            told = {"state_dict_metadata": self.tensors, "planner_data": None, "storage_data": self.ranges}
+            return pickled(self.record("Metadata", **told, mcore_data={"w": {}}, all_local_plans=[plan]))
+
+    def planned(kind: str, **state: Any) -> Call:
+        return Call(Global(f"{DCP}.planner", kind), (), state)
+
+    writer = Writer()
+    writer.add("w", "float32", ARRAY)
+    writer.add_value("v", 3)
+    described = writer.tensors["w"].state
+    items = [
+        planned(
+            "WriteItem",
+            index=next(iter(writer.ranges)),
+            type=Call(Global(f"{DCP}.planner", "WriteItemType"), (2,)),
+            bytes_io_data=None,
+            tensor_data=planned("TensorWriteData", chunk=described["chunks"][0], size=described["size"]),
+        ),
+        planned("WriteItem", bytes_io_data=planned("BytesIOWriteData", nbytes=10), tensor_data=None),
+    ]
+    megatron = Global("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan")
+    plan = Call(megatron, (), {"items": items, "planner_data": planned("SavePlan", items=[]), "mcore_data": {"w": {}}})
+    catalog = read(tmp_path, writer)
+    assert [found.path for found in catalog.tensors] == [("w",)]
+    assert catalog.values == [(("v",), 3)]
+
+
 def test_keys_have_the_paths_that_they_were_made_of(tmp_path: Path) -> None:
     writer = DCPWriter(paths={"optim.state.0.exp_avg": ("optim", "state", "0", "exp_avg"), "groups.1": ("groups", 1)})
     writer.add("optim.state.0.exp_avg", "float32", ARRAY)
