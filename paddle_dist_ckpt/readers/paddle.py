@@ -42,6 +42,10 @@ _ADVICE = (
     "Paddle leaves a .metadata that it finds, so a later save into the same folder may have left this key out, and its "
     "files are those that are here"
 )
+_UNKNOWN = (
+    "does not speak of it; Paddle leaves a .metadata that it finds, so a later save into the same folder may have had "
+    "more keys"
+)
 _MOST = 1 << 62
 _FEW_CHARACTERS = 1 << 16
 _STEPS_OF_SAME = 70  # of a shard's record that is referred to again
@@ -203,6 +207,10 @@ class _Described:
             if number not in used:  # which may be any file
                 raise CheckpointCorruptedError(reason)
             assembly.leave_out(self._name, self._paths.get(key, (key,)), reason, lost=True)
+        unknown = {key: number for number, found in files.items() for key in found if key not in self._shapes}
+        for key, number in unknown.items():
+            file = assembly.files[number].name
+            assembly.leave_out(file, self._paths.get(key, (key,)), f"{file} has it, but {self._name} {_UNKNOWN}")
 
     def _type_of(self, key: str, stored: _Stored | None, before: DType | None, file: str) -> DType:
         said = self._types.get(key)

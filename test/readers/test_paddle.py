@@ -186,6 +186,18 @@ def test_a_key_that_a_later_save_had_not_is_left_out(tmp_path: Path) -> None:
     assert answer("verify", tmp_path, code=1)["problems"] == [{"file": None, "text": f"model.b: {reason}"}]
 
 
+def test_a_key_that_only_a_later_save_had_is_left_out(tmp_path: Path) -> None:
+    metadata, files = halves(mapping={"w": ("model", "w")})
+    files["1_0.distcp"] |= {"moment": WEIGHT, "other": WEIGHT}
+    storage = write(tmp_path, metadata, files)
+    catalog = read(storage)
+    assert [tensor.path for tensor in catalog.tensors] == [("model", "w")]
+    assert [path for path, _ in catalog.left_out] == [("moment",), ("other",)]
+    assert not catalog.lost
+    assert all(re.match(r"1_0.distcp has it, but 0.metadata does not", reason) for _, reason in catalog.left_out)
+    assert verify(storage).ok
+
+
 @pytest.mark.parametrize(
     "files",
     [
