@@ -106,7 +106,12 @@ class WantedState:
             if rank in own and (same_size or choice == "by_rank"):
                 taken = own[rank]
             elif same_size and own.keys() <= set(ranks):
-                text = f"rank {rank} has saved no value of its own, only {ranks_text(own)} have"
+                asked = {parent_of(path) for one in own.values() for path in answer.renamed.get(one, [one])}
+                if asked.isdisjoint(self.own) and asked.isdisjoint(self.values):
+                    others |= set(own.values())  # entries that an object, or a subtree of values, has on others
+                    continue
+                verb = "has" if len(own) == 1 else "have"
+                text = f"rank {rank} has saved no value of its own, only {ranks_text(own)} {verb}"
                 self.problems.append(Mismatch.at(parent, text))
             elif choice == "coordinator":
                 taken = own[min(own)]

@@ -349,7 +349,39 @@ def test_a_rank_that_saved_none_is_told(tmp_path: Path) -> None:
     saved(2, lambda rank: own(rank) if rank else {"epoch": 1}, tmp_path)
     errors = loaded(2, blank, tmp_path)
     assert isinstance(errors[0], StateDictMismatchError)
-    assert "rng: rank 0 has saved no value of its own, only rank 1 have (rank 0)" in str(errors[0])
+    assert "rng: rank 0 has saved no value of its own, only rank 1 has (rank 0)" in str(errors[0])
+
+
+def test_an_object_comes_back_of_which_one_rank_alone_has_values_of_its_own(tmp_path: Path) -> None:
+    """Such as a loader of data, which the first stage of a pipeline has."""
+
+    class Data(Loader):
+        def __init__(self, is_first: bool, position: int = 0) -> None:
+            super().__init__(position)
+            self.is_first = is_first
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"epoch": 2, **({"at": PerRank(self.position)} if self.is_first else {})}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state == {"epoch": 2, **({"at": PerRank(7)} if self.is_first else {})}
+            self.loaded += 1
+
+    def wanted(rank: int) -> dict[str, Any]:
+        return {"data": Data(rank == 0), "same": None, "more": {}}
+
+    def state(rank: int) -> dict[str, Any]:
+        plain = Data(rank == 0, 7).state_dict()
+        return {"data": Data(rank == 0, 7), "same": plain, "more": plain}
+
+    saved(2, state, tmp_path)
+    for mode in ("refuse", "by_rank", "coordinator"):
+        for rank, (target, report) in enumerate(all_ok(loaded(2, wanted, tmp_path, per_rank=mode))):
+            assert target["data"].loaded == 1
+            assert target["same"] == target["more"] == state(rank)["same"]
+            assert report.skipped == report.unused_keys == ()
+    errors = loaded(2, lambda rank: {"data": Data(is_first=True)}, tmp_path)
+    assert "data.at: rank 1 has saved no value of its own, only rank 0 has (rank 1)" in str(errors[0])
 
 
 def test_an_own_value_against_another(tmp_path: Path) -> None:
