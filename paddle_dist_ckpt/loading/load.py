@@ -67,7 +67,7 @@ __all__ = ["LeavesLoad", "load"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 _PARTLY = "\nTargets are partly written: load again, or do not use them."
 # Options that are the same on all ranks, some of them as sequences of any kind.
-_COMPARED = ("exchange", "strict", "cast", "per_rank", "staging_bytes")
+_COMPARED = ("exchange", "strict", "cast", "per_rank")
 _NO_END = 1 << 62
 _NO_FOLDER = (FileNotFoundError, NotADirectoryError, PermissionError)
 _SEQUENCES = ("allow_missing", "allow_unused")
@@ -301,6 +301,7 @@ class LeavesLoad:
         )
         choices = {name: repr(getattr(self.context.options, name)) for name in _COMPARED}
         choices |= {name: repr(list(getattr(self.context.options, name))) for name in _SEQUENCES}
+        choices["staging_bytes"] = str(int(self.context.options.staging_bytes))
         choices["resize"] = str(list((self.context.options.resize or {}).items()))
         choices["offload"] = str(self.context.offload)
         choices["aoa_config"] = _digest(self.context.options.aoa_config)

@@ -27,7 +27,7 @@ from ..core.threads import after_fork
 from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..folder.delete import Deletion
 from ..folder.nothing import steps_text
-from ..options import LoadOptions, SaveOptions, checked
+from ..options import LoadOptions, SaveOptions, as_integer, checked
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..saving.save import After
@@ -127,7 +127,8 @@ class CheckpointManager:
                 raise ValueError("a manager with save_on_sigterm can only be made on the main thread")
             self._steps = Steps(self._root)
             self._folders = functools.partial(bounded_folders, self._options.progress_timeout, self._ranks.rank)
-            said = {name: repr(value) for name, value in arguments.items()}
+            plain = {name: as_integer(value) for name, value in arguments.items()}  # who was told them may have numpy's
+            said = {name: repr(value if plain[name] is None else plain[name]) for name, value in arguments.items()}
             name = agree(session, said, self._check_root, self._root.name)
         every_step = save_interval_steps is None and save_interval_seconds is None
         self._interval = 1 if every_step else save_interval_steps

@@ -21,11 +21,13 @@ from paddle_dist_ckpt.errors import (
 )
 from paddle_dist_ckpt.loading import answering
 from paddle_dist_ckpt.options import LoadOptions
+from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from test.jobs import (
     LAYOUTS,
     Counter,
     Watch,
     alike,
+    all_ok,
     another_host,
     blank_like,
     check_pieces,
@@ -226,6 +228,18 @@ def test_ranks_that_want_different_ids_all_raise(tmp_path: Path) -> None:
 
 
 # -- values
+
+
+def test_ranks_may_pass_the_same_number_as_one_of_numpys(tmp_path: Path) -> None:
+    save_alone({"w": make_array((3,))}, tmp_path)
+
+    def work(rank: SimulatedRank) -> Any:
+        kind = np.int64 if rank.rank else int
+        return rank.load(
+            {"w": blank_like(make_array((3,)))}, tmp_path, options=LoadOptions(staging_bytes=kind(1 << 20))
+        )
+
+    all_ok(run_ranks(2, work))
 
 
 def test_values_are_replaced_by_the_stored_ones(tmp_path: Path) -> None:

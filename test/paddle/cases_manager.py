@@ -142,6 +142,12 @@ def differing_arguments(root: str, ranks: int) -> Outcome:
     return outcome_of(lambda: manager(root, ranks, keep_last=1 + dist.get_rank()))
 
 
+def numpys_arguments(root: str, ranks: int) -> list[int]:
+    """Make managers of numbers that are Python's on one rank and numpy's on the others, as if they had been told."""
+    kind = np.int64 if dist.get_rank() else int
+    return manager(root, ranks, keep_last=kind(2), save_interval_steps=kind(3)).all_steps()
+
+
 def bad_arguments_on_one_rank(root: str, ranks: int) -> Outcome:
     """One rank passes what cannot be."""
     return outcome_of(lambda: manager(root, ranks, keep_last=0 if dist.get_rank() else 1))

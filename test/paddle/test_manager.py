@@ -1131,6 +1131,7 @@ def test_managers_that_differ_are_refused_on_every_rank(pool: RankPool, tmp_path
         assert "must be the same on every rank: keep_last is 1 on rank 0, " in outcome.message
     for outcome in pool.run(cases.bad_arguments_on_one_rank, str(tmp_path), 3, ranks=3):
         assert "keep_last must be None or at least 1" in outcome.message
+    assert pool.run(cases.numpys_arguments, str(tmp_path), 3, ranks=3) == [[]] * 3
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["another", "gone"])
