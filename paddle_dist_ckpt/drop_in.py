@@ -8,19 +8,21 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from .api import load_merged_state_dict, read_metadata
 from .control.ranks import Ranks
+from .errors import CheckpointNotFoundError
 from .export_calls import export_request
 from .files.metadata import Metadata
 from .files.names import metadata_id
 from .folder.checkpoint import why_unknown
 from .folder.foreign import Format, look
+from .folder.ids import NO_FOLDER
 from .options import LoadOptions, SaveOptions, checked
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
@@ -224,7 +226,8 @@ class _DropIn:
             self._ask_former("load_state_dict", reason, state_dict, path, offload=offload, **of_paddle)
             return None
         find = paddles(ranks, state_dict, options.staging_bytes)
-        return load_with(ranks, find, path, unique_id, options, offload)
+        with _no_folder_as_by_paddle():
+            return load_with(ranks, find, path, unique_id, options, offload)
 
     def load_merged_state_dict(
         self,
@@ -244,7 +247,8 @@ class _DropIn:
             found: dict[Any, Any] = self._ask_former("load_merged_state_dict", reason, path, prefix=prefix, **more)
             return found
         keys = f"{glob.escape(prefix)}.*" if prefix else None  # parts of a key count too, not only those of a path
-        loaded = load_merged_state_dict(path, None, unique_id, offload, keys=keys, flat=True, options=options)
+        with _no_folder_as_by_paddle():
+            loaded = load_merged_state_dict(path, None, unique_id, offload, keys=keys, flat=True, options=options)
         return {key.removeprefix(f"{prefix}."): value for key, value in loaded.items()} if prefix else loaded
 
     def merge_sharded_state_dict(
@@ -340,6 +344,21 @@ class _DropIn:
         _logger.warning("%s is left to the function that was there before: %s", name, reason)
         defaults = {key: one.default for key, one in inspect.signature(getattr(self, name)).parameters.items()}
         return self.former(name)(*args, **{key: value for key, value in kwargs.items() if value != defaults[key]})
+
+
+class _FolderNotFoundError(CheckpointNotFoundError, FileNotFoundError):
+    """There is no such folder, as programs catch it that resume if there is something."""
+
+
+@contextmanager
+def _no_folder_as_by_paddle() -> Iterator[None]:
+    """Raise what is a FileNotFoundError too, as Paddle's is, if there is no folder; on all ranks, who hear the same."""
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        if not str(error).startswith(NO_FOLDER):
+            raise
+        raise _FolderNotFoundError(str(error)) from None
 
 
 def _why_unknown(ranks: Ranks, options: LoadOptions, path: Any, unique_id: int | None) -> str | None:

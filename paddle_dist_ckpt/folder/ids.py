@@ -12,6 +12,7 @@ from ..storage.base import Storage
 from .foreign import Format, foreign_id, is_beside_paddles, look
 
 __all__ = [
+    "NO_FOLDER",
     "committed_ids",
     "committed_saves",
     "known_save_of",
@@ -23,6 +24,9 @@ __all__ = [
     "replaceable_save_of",
     "save_of",
 ]
+
+NO_FOLDER = "there is no folder"
+"""How the text of an error begins that says so."""
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_NAMED = 100  # files that are not listed: a line of the log takes longer than a look at a small file
@@ -131,9 +135,9 @@ def no_folder_text(storage: Storage) -> str | None:
     try:
         storage.identity()
     except FileNotFoundError:
-        return f"there is no folder {storage.location}"
+        return f"{NO_FOLDER} {storage.location}"
     except NotADirectoryError:
-        return f"there is no folder {storage.location}: a part of that path is a file"
+        return f"{NO_FOLDER} {storage.location}: a part of that path is a file"
     return None
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import LoadOptions, SaveOptions, list_checkpoints
+from paddle_dist_ckpt import CheckpointNotFoundError, LoadOptions, SaveOptions, list_checkpoints
 from paddle_dist_ckpt.drop_in import install
 from test.paddle.layouts import Spread
 from test.paddle.outcomes import Outcome, outcome_of
@@ -148,6 +148,19 @@ def save_twice(folder: str, ranks: int, empty: tuple[int, ...]) -> bool:
         dist.load_state_dict(state, folder, process_group=group)
         (file,) = [name for name in os.listdir(folder) if name.endswith(".metadata")]
         return "w" in paddle.load(os.path.join(folder, file)).state_dict_metadata
+
+
+def load_from_nowhere(folder: str, ranks: int) -> tuple[bool, bool]:
+    """Load from no folder, and from one without a checkpoint; returns whether FileNotFoundErrors are raised."""
+    state, group, found = {"x": paddle.zeros([3])}, group_of(ranks), []
+    with install(**_OPTIONS):  # type: ignore[arg-type]
+        for path in (os.path.join(folder, "none"), folder):
+            try:
+                dist.load_state_dict(state, path, group)
+            except CheckpointNotFoundError as error:
+                found.append(isinstance(error, FileNotFoundError))
+    first, second = found
+    return first, second
 
 
 def with_transform(folder: str, ranks: int, having: list[int]) -> tuple[str | None, float]:

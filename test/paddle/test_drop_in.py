@@ -672,3 +672,26 @@ def test_a_path_that_is_none_is_refused_before_the_former_function_is_asked(path
             dist.load_state_dict({"w": paddle.ones([2])}, path)
     finally:
         uninstall()
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("load_state_dict", [{"w": paddle.ones([2])}]),
+        pytest.param("load_merged_state_dict", [], marks=has_merged),
+    ],
+)
+def test_a_folder_that_is_not_there_is_a_file_not_found_as_with_paddle(
+    tmp_path: Path, name: str, given: list[Any]
+) -> None:
+    """By which programs know that there is nothing to resume from."""
+    path = str(tmp_path / "none")
+    with pytest.raises(FileNotFoundError):
+        getattr(dist, name)(*given, path)
+    with install(), pytest.raises(FileNotFoundError, match=f"there is no folder {path}") as caught:
+        getattr(dist, name)(*given, path)
+    assert isinstance(caught.value, CheckpointNotFoundError)
+
+
+def test_it_is_so_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(cases.load_from_nowhere, str(tmp_path), 2, ranks=2) == [(True, False)] * 2
