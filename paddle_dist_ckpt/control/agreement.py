@@ -7,12 +7,14 @@ so a call that names another one, or the first rank, is found as any two differe
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import NoReturn
 
-from ..core.protocols import ControlHub
+from ..core.protocols import ControlHub, ControlSession
 from .board import Board
 from .session import BoardAppointments, Ending, Session
 from .wire import NAMED_COORDINATOR
@@ -37,21 +39,14 @@ class AgreedHub:
         self._making = threading.Lock()
 
     def session(self, kind: str, timeout: float) -> AbstractContextManager[Session]:
-        """Open the next session, after a round in which all ranks turn out to mean the same coordinator.
+        """Make the next session. It opens after a round in which all ranks turn out to mean the same coordinator.
 
         Raises:
-            ValueError: they do not; says who named whom.
+            ValueError: when it is to be opened: they do not; says who named whom.
             CheckpointTimeoutError, RankFailureError: a rank did not come, or was lost.
         """
         named = f"{kind}{NAMED_COORDINATOR}{self._coordinator}"
-        with Ending(self._meeting.session(named, timeout)) as made, made as meeting:
-            doubtful = meeting.gather_scatter(
-                "coordinator_rank", lambda: b"", lambda asked: dict.fromkeys(asked, b"1" if meeting.doubtful else b"")
-            )
-        hub = self._own(timeout)
-        if doubtful:
-            hub.doubt()
-        return hub.session(kind, timeout)
+        return _AgreedSession(self._meeting.session(named, timeout), self._own, kind, timeout)
 
     def appointments(self, topic: str, timeout: float) -> BoardAppointments:
         """Make appointments with the coordinator, on which the ranks have agreed in a session before."""
@@ -67,6 +62,48 @@ class AgreedHub:
             if self._hub is None:
                 self._hub = self._make(timeout)
             return self._hub
+
+
+class _AgreedSession:
+    """Opens a session in which the ranks meet, and then one with the coordinator on which they have agreed.
+
+    The first stays open beside the other one. It has the place in the order of all calls on the group, whichever
+    coordinator these name, in which their collectives take turns.
+    """
+
+    def __init__(
+        self, met: AbstractContextManager[ControlSession], make: Callable[[float], Board], kind: str, timeout: float
+    ) -> None:
+        self._met, self._make = met, make
+        self._kind, self._timeout = kind, timeout
+        self._made: Session | None = None
+
+    def __enter__(self) -> Session:
+        try:
+            meeting = self._met.__enter__()
+            doubtful = meeting.gather_scatter(
+                "coordinator_rank", lambda: b"", lambda asked: dict.fromkeys(asked, b"1" if meeting.doubtful else b"")
+            )
+            hub = self._make(self._timeout)
+            if doubtful:
+                hub.doubt()
+            assert isinstance(meeting, Session)
+            self._made = hub.session(self._kind, self._timeout, meeting)
+            return self._made.__enter__()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._made is None:
+            self._met.__exit__(kind, error, traceback)
+            return
+        try:
+            self._made.__exit__(kind, error, traceback)
+        finally:  # the meeting itself has succeeded
+            self._met.__exit__(None, None, None)
 
 
 class RefusingHub:

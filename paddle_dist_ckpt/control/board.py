@@ -12,7 +12,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from ..errors import CheckpointError
@@ -79,14 +78,17 @@ class Board(ABC):
         self._opened = opened
         self._pid = os.getpid()
 
-    def session(self, kind: str, timeout: float) -> AbstractContextManager[Session]:
+    def session(self, kind: str, timeout: float, place: Session | None = None) -> Session:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`.
+
+        Args:
+            place: The session that has this one's place in the order of calls, if it is another hub's.
 
         Raises:
             CheckpointError: this process was forked from the one that made the hub.
         """
         self._check_process()
-        return Session(self, kind, timeout)
+        return Session(self, kind, timeout, place)
 
     def appointments(self, topic: str, timeout: float) -> BoardAppointments:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`.
@@ -159,12 +161,13 @@ class Board(ABC):
                 self.table.unheard.pop(session.number, None)
 
     def ahead_of(self, session: MemberSession) -> MemberSession | None:
-        """The first session whose collectives come before those of this one. Called with the lock held.
+        """The first session whose collectives come before those of this one.
 
         A thread that opens a session while it is in another one could not wait for that.
         """
-        ahead = (one for number, one in sorted(self._sessions.items()) if number < session.number)
-        return next((one for one in ahead if one.may_collect and one.opener != session.opener), None)
+        with self.lock:
+            ahead = (one for number, one in sorted(self._sessions.items()) if number < session.number)
+            return next((one for one in ahead if one.may_collect and one.opener != session.opener), None)
 
     def doubt(self) -> None:
         """On the coordinator: be doubtful until a session succeeds, since ranks may not be at the same calls."""

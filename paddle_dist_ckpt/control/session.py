@@ -26,6 +26,7 @@ __all__ = ["LONGEST_WAIT", "BoardAppointments", "Ending", "Session", "check_payl
 T = TypeVar("T")
 LONGEST_WAIT = 3600.0
 """In seconds: what the operating system takes as a timeout is bounded."""
+_POLL_SECONDS = 0.02
 
 
 def check_topic(topic: str) -> str:
@@ -91,15 +92,16 @@ class Session:
     """Implements :class:`paddle_dist_ckpt.core.protocols.ControlSession`.
 
     A context manager: it opens on entry and closes on exit, which may be repeated. If its body raises, the other ranks
-    fail too.
+    fail too. Its collectives' turn comes by the number of ``place``, a session of another hub, if that is given.
     """
 
-    def __init__(self, board: Board, kind: str, timeout: float) -> None:
+    def __init__(self, board: Board, kind: str, timeout: float, place: Session | None = None) -> None:
         self.rank, self.ranks, self.coordinator = board.rank, board.ranks, board.coordinator
         self._board = board
         self._kind = kind
         self._timeout = timeout
         self._transports: list[Transport] = []
+        self._place = place
         self._is_open = False
 
     @property
@@ -202,6 +204,8 @@ class Session:
         with self._board.lock:
             self._member.may_collect = False
             self._board.changed.notify_all()
+        if self._place is not None:
+            self._place.end_collectives()
 
     def _wait_for_earlier(self) -> None:
         """Wait until the collectives of sessions before this one are over.
@@ -210,9 +214,11 @@ class Session:
             CheckpointTimeoutError: they are not within the timeout.
         """
         board, member, until = self._board, self._member, time.monotonic() + self._timeout
+        place = self._place or self
+        pause = LONGEST_WAIT if place is self else _POLL_SECONDS  # the other hub's news do not come here
 
         def is_next() -> bool | None:
-            ahead = board.ahead_of(member)
+            ahead = place._board.ahead_of(place._member)
             if ahead is not None and time.monotonic() > until:
                 raise CheckpointTimeoutError(
                     f"{member.kind} has waited {self._timeout:g} s for another thread's {ahead.kind} on the same group"
@@ -221,7 +227,7 @@ class Session:
 
         member.moved_since = lambda then: True  # meanwhile, this rank does what the others wait for as well
         try:
-            board.wait(member, is_next, lambda: min(max(until - time.monotonic(), 0) + 0.01, LONGEST_WAIT))
+            board.wait(member, is_next, lambda: min(max(until - time.monotonic(), 0) + 0.01, pause))
         finally:
             member.moved_since = None
 

@@ -185,8 +185,9 @@ def save_data_parallel(path: str, ranks: int, in_background: bool) -> tuple[int,
     return report.bytes_written, len(report.warnings)
 
 
-def load_from_two_threads(path: str, ranks: int) -> list[bool]:
-    """Load in a group from two threads at once; on one rank the first is late for its collectives.
+def load_from_two_threads(path: str, ranks: int, coordinators: dict[str, int]) -> list[bool]:
+    """Load in a group from two threads at once, each with a coordinator; on one rank the first is late for its
+    collectives.
 
     Returns:
         Whether each has loaded what is right.
@@ -194,12 +195,12 @@ def load_from_two_threads(path: str, ranks: int) -> list[bool]:
     group, spread = group_of(ranks), Spread(list(range(ranks)), (0,))
     arrays = {name: array() + i for i, name in enumerate(("first", "second"))}
     for name, one in arrays.items():
-        save_state_dict({"x": dist_tensor(one, spread)}, f"{path}/{name}", group)
+        save_state_dict({"x": dist_tensor(one, spread), "all": one}, f"{path}/{name}", group)
     begun, run_collectives = threading.Event(), Session.run_collectives
 
     def late(session: Session, *given: Any) -> Any:
         if threading.current_thread().name == "first_0":
-            time.sleep(1)  # in which the other thread would come first
+            time.sleep(2)  # in which the other thread would come first
         return run_collectives(session, *given)
 
     def load(name: str) -> bool:
@@ -207,10 +208,11 @@ def load_from_two_threads(path: str, ranks: int) -> list[bool]:
             begun.set()
             return key
 
-        target = {"x": dist_tensor(np.zeros_like(array()), spread)}
+        target = {"x": dist_tensor(np.zeros_like(array()), spread), "all": np.zeros_like(array())}
         options = LoadOptions(key_map=rename, exchange="always", timeout=20)
-        load_state_dict(target, f"{path}/{name}", group, options=options)
-        return np.array_equal(local_array(target["x"]), part_of(arrays[name], spread, dist.get_rank()))
+        load_state_dict(target, f"{path}/{name}", group, coordinators[name], options=options)
+        own = part_of(arrays[name], spread, dist.get_rank())
+        return np.array_equal(local_array(target["x"]), own) and np.array_equal(target["all"], arrays[name])
 
     with (
         ThreadPoolExecutor(1, thread_name_prefix="first") as one,

@@ -97,8 +97,10 @@ def test_no_dist_needs_no_other_rank(pool: RankPool, tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "3") == [0, 1]
 
 
-def test_collectives_of_two_threads_take_turns(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(cases.load_from_two_threads, str(tmp_path), 2, ranks=2) == [[True, True]] * 2
+@pytest.mark.parametrize("coordinators", [(0, 0), (0, 1), (1, 0)])
+def test_collectives_of_two_threads_take_turns(pool: RankPool, tmp_path: Path, coordinators: tuple[int, int]) -> None:
+    named = dict(zip(("first", "second"), coordinators, strict=True))
+    assert pool.run(cases.load_from_two_threads, str(tmp_path), 2, named, ranks=2) == [[True, True]] * 2
 
 
 def test_ranks_with_different_keys(pool: RankPool, tmp_path: Path) -> None:
