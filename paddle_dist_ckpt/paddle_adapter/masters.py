@@ -24,7 +24,7 @@ from .objects import MASTERS, own_tensors, parameters_of
 from .placement import layout_of, local_box, mesh_coordinate
 from .sharded_weight import WeightPart, is_sharded_weight
 from .static_program import is_program, program_layer
-from .wrappers import INNER, unwrapped
+from .wrappers import INNER, unwrapped, without_data_parallel
 
 __all__ = ["copies_of", "renew_masters"]
 
@@ -77,7 +77,7 @@ def _of_optimizer(opened: OpenedObject) -> Iterator[tuple[Any, Any]]:
 def copies_of(value: Any, state: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """The parameters and buffers of which a layer's state has copies, in another dtype, with these; those of the layer
     that a program was made of, with the program's variables."""
-    layer = program_layer(value) if is_program(value) else unwrapped(value)
+    layer = program_layer(value) if is_program(value) else without_data_parallel(unwrapped(value))
     if isinstance(layer, paddle.nn.Layer):
         for key, parameter in own_tensors(layer).items():
             copy = state.get(key)

@@ -251,12 +251,14 @@ class Tied(paddle.nn.Layer):
         )
 
 
-def test_copies_of_what_is_not_trained_are_left_out_too() -> None:
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_copies_of_what_is_not_trained_are_left_out_too(wrapped: bool) -> None:
     """As of a layer from ``amp.decorate(save_dtype=...)``."""
     model, whole = Tied(1.0), gather_state_dict({"model": Tied(2.0)})
-    assert set(gather_state_dict({"model": model}, frozen=False)["model"]) == {"a.weight"}
-    assert set(model_state_dict(whole["model"], model, frozen=False)) == {"a.weight"}
-    scatter_state_dict(whole, {"model": model}, frozen=False)
+    state = {"model": paddle.DataParallel(model) if wrapped else model}
+    assert set(gather_state_dict(state, frozen=False)["model"]) == {"a.weight"}
+    assert set(model_state_dict(whole["model"], state["model"], frozen=False)) == {"a.weight"}
+    scatter_state_dict(whole, state, frozen=False)
     assert [float(one.weight[0, 0]) for one in (model.a, model.b)] == [2.0, 1.0]
 
 
