@@ -118,7 +118,7 @@ class LoadOptions:
             loaded whatever the rule. Where there is a recipe, what it makes counts as stored.
         cast: Convert where dtypes differ: float to any float, integer to an integer type that holds all its values,
             bool to any integer, float or complex to any complex; nothing else. A finite value that the target cannot
-            hold is an error.
+            hold is an error; infinities become NaN in float8_e4m3fn, which has none.
         per_rank: What to do with :class:`PerRank` values that another number of ranks saved: ``"refuse"`` raises,
             ``"by_rank"`` gives each rank the value of the rank with the same number and leaves additional ranks as they
             are, ``"coordinator"`` gives all ranks the value of the lowest rank.

@@ -729,6 +729,13 @@ def test_infinities_and_nans_may_be_cast(tmp_path: Path, wanted: Any) -> None:
     np.testing.assert_array_equal(target.astype("complex128").real, array)
 
 
+def test_infinities_become_nan_where_there_are_none(tmp_path: Path) -> None:
+    save_alone({"a": np.array([np.inf, -np.inf, np.nan, 1.0])}, tmp_path)
+    target = np.zeros(4, ml_dtypes.float8_e4m3fn)
+    load_alone({"a": target}, tmp_path, options=LoadOptions(cast=True))
+    np.testing.assert_array_equal(target.astype(float), [np.nan, np.nan, np.nan, 1.0])
+
+
 # -- files and bytes
 
 
