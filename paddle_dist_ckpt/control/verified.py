@@ -47,7 +47,7 @@ prepare([_Failing])
 def agree_on_collectives(
     session: ControlSession, transport: Transport, get_ready: Callable[[], object] = lambda: None
 ) -> None:
-    """Round ``collectives``: let a transport use what works on all ranks. That is tried if it has not been before.
+    """Round ``collectives``: let a transport use what works on all ranks. It is held again if that must be tried first.
 
     Args:
         session: The ranks.
@@ -58,9 +58,19 @@ def agree_on_collectives(
         CollectiveError: too little works, on all ranks.
     """
 
-    def attempt() -> bytes:
+    def is_untried() -> bytes:
         get_ready()
-        failing = [] if transport.tried else session.run_collectives(transport, lambda transfers: transfers.try_out())
+        return b"" if transport.tried else b"1"
+
+    def untried(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        return dict.fromkeys(messages, b"1" if any(messages.values()) else b"")
+
+    # What one rank has tried another may not have, which was lost or interrupted then, or whose other thread is late.
+    if not session.gather_scatter("collectives", is_untried, untried):
+        return
+
+    def attempt() -> bytes:
+        failing = session.run_collectives(transport, lambda transfers: transfers.try_out())
         return encode(_Failing({name: [session.rank] for name in failing}))
 
     def combine(messages: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -71,8 +81,7 @@ def agree_on_collectives(
         return dict.fromkeys(messages, encode(_Failing(failing)))
 
     failing = decode(session.gather_scatter("collectives", attempt, combine), _Failing)
-    if not transport.tried:
-        transport.rely_on_others(failing.ranks)
+    transport.rely_on_others(failing.ranks)
 
 
 def digest_of(data: Bytes1D, block_bytes: int = 0) -> int:

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -468,6 +468,34 @@ def test_no_rank_relies_on_a_collective_that_fails_on_another_one() -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))
     assert [stub.told for stub in stubs] == [[{"all-to-all": [1]}]] * 2
+
+
+@pytest.mark.parametrize("untried", [0, 1])
+def test_collectives_are_tried_on_all_ranks_or_on_none(untried: int) -> None:
+    """A rank may not have heard what all can rely on, which the others did."""
+    meeting = threading.Barrier(2)
+
+    class Stub(NoTransport):
+        def __init__(self, tried: bool) -> None:
+            self.tried = tried
+
+        def try_out(self) -> list[str]:
+            meeting.wait(10)
+            return []
+
+        def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
+            self.tried = True
+
+    world, stubs = InProcessWorld(2), [Stub(rank != untried) for rank in range(2)]
+
+    def work(rank: int) -> None:
+        with world.hub(rank).session("load", 10.0) as session:
+            verified.agree_on_collectives(session, stubs[rank])
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+    assert all(stub.tried for stub in stubs)
+    assert not meeting.broken
 
 
 def test_collectives_that_hang_keep_no_process_from_ending() -> None:
