@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping
 
 from ..core.protocols import ControlSession
@@ -20,7 +21,8 @@ def agree(session: ControlSession, ours: Mapping[str, str], check: Callable[[], 
         name: What this rank calls the manager.
 
     Returns:
-        What the coordinator calls it: the same on all ranks, which may see its folder under several names.
+        What the coordinator calls it, and no other one: the same on all ranks, which may see its folder under several
+        names, and may have made other managers of this one, as a rank that was interrupted has not.
 
     Raises:
         ValueError: they have not.
@@ -37,6 +39,6 @@ def agree(session: ControlSession, ours: Mapping[str, str], check: Callable[[], 
                         f"{expected[argument]} on rank {session.coordinator}, {value} on rank {rank}"
                     )
         check()
-        return dict.fromkeys(messages, name.encode(errors="replace"))
+        return dict.fromkeys(messages, f"{name} ({secrets.token_hex(4)})".encode(errors="replace"))
 
     return session.gather_scatter("agree", lambda: json.dumps(dict(ours)).encode(), compare).decode()

@@ -15,7 +15,10 @@ def test_all_ranks_are_told_what_the_coordinator_calls_it(arguments: dict[str, s
         with rank.hub.session("CheckpointManager", 10) as session:
             return agree(session, arguments, lambda: None, f"run-{rank.rank}")
 
-    assert all_ok(run_ranks(3, work)) == ["run-0"] * 3
+    names = all_ok(run_ranks(3, work))
+    assert len(set(names)) == 1
+    assert names[0].startswith("run-0 (")
+    assert all_ok(run_ranks(3, work)) != names
 
 
 def test_an_argument_that_differs_is_named() -> None:

@@ -7,8 +7,10 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle.distributed as dist
@@ -118,6 +120,20 @@ def due_of_two(root: str, ranks: int) -> list[list[int]]:
                     found.append(step)
         assert not timed.stopping
         assert not other.stopping
+    return due
+
+
+def due_when_made_again(root: str, ranks: int, victim: int) -> list[int]:
+    """The steps that are due by time of a manager that is made again, since a rank was interrupted when it was made."""
+    made = mock.patch("paddle_dist_ckpt.manager.manager.Schedule", side_effect=KeyboardInterrupt)
+    with made if dist.get_rank() == victim else nullcontext(), suppress(KeyboardInterrupt):
+        manager(root, ranks, save_interval_seconds=0.1)
+    due = []
+    with manager(root, ranks, save_interval_seconds=0.1) as steps:
+        for step in range(200):
+            time.sleep(0.002)
+            if steps.should_save(step):
+                due.append(step)
     return due
 
 

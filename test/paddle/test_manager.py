@@ -1106,6 +1106,15 @@ def test_managers_of_the_same_ranks_are_kept_apart(pool: RankPool, tmp_path: Pat
     assert other == []
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_managers_are_matched_although_a_rank_was_interrupted_when_it_made_one(
+    pool: RankPool, tmp_path: Path, victim: int
+) -> None:
+    first, second = pool.run(cases.due_when_made_again, str(tmp_path), 2, victim, ranks=2)
+    assert len(first) >= 2
+    assert first == second
+
+
 def test_time_decides_soon_after_a_return_to_an_early_step(pool: RankPool, tmp_path: Path) -> None:
     results = pool.run(cases.due_after_going_back, str(tmp_path), 3, ranks=3)
     assert all(due == results[0] for due in results)
