@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import msgspec
 import xxhash
@@ -43,7 +43,7 @@ from .file_plan import plan_files
 from .global_state import merge_structures
 from .messages import PlanAnswer, RankPlan, SaveRequest
 from .planned_save import PlannedSave, make_plan
-from .reduce import reduce_partials
+from .reduce import awaited, reduce_partials
 from .replicas import logged, merge_contents, replica_warnings
 
 __all__ = ["Filled", "present"]
@@ -165,8 +165,9 @@ def _make_files(
     """Give this rank's storage the files of its part of the plan."""
     assert order.plan is not None
     plan = decode(order.plan, RankPlan)
-    parts = plan_files(state, plan, _BLOCK_BYTES)
-    boxes = [pair for part in parts for pair in part.partial_boxes(state)]
+    with awaited(session, "collectives", plan.transfers, _raise):
+        parts = plan_files(state, plan, _BLOCK_BYTES)
+        boxes = [pair for part in parts for pair in part.partial_boxes(state)]
     reduced = reduce_partials(session, transport, plan.transfers, state, boxes)
     made = _PresentFiles([], [])
     for part in parts:
@@ -181,6 +182,10 @@ def _make_files(
     twice = CopyPlan.of(state, plan, parts, _BLOCK_BYTES)
     both = [one.of_copies(state, order.compared, 1, session.check) for one in (twice.of_own(state, plan), twice)]
     return msgspec.structs.replace(made, copied=both[0], copies=both[1])
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 class _PresentCoordinator:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from ..core.messages import decode, encode
 from ..core.progress import Progress
 from ..core.threads import io_threads, run_all
-from ..errors import CheckpointError, CheckpointTimeoutError, CollectiveError
+from ..errors import CheckpointError, CheckpointTimeoutError
 from ..files.contents import AHEAD, TensorContents
 from ..files.metadata import FileInfo
 from ..files.names import DEFAULT_SUFFIX, claim_name, data_file_name
@@ -26,8 +26,8 @@ from .copies import CopyPlan
 from .describe import LocalState
 from .file_plan import plan_files
 from .known_plan import KnownPlan
-from .messages import PlanAnswer, RankPlan, Transfer, WriteRequest
-from .reduce import reduce_partials
+from .messages import PlanAnswer, RankPlan, WriteRequest
+from .reduce import awaited, reduce_partials
 from .save_memory import SaveContext
 
 __all__ = ["RankFiles"]
@@ -96,7 +96,7 @@ class RankFiles:
         order, session, memory = self._order, self._context.session, self._context.memory
         plan = decode(order.plan, RankPlan) if order.plan is not None else None
         transfers = (plan or memory.plan).transfers
-        with self._awaited("collectives", transfers):
+        with awaited(session, "collectives", transfers, self._raise):
             if plan is not None:
                 parts = plan_files(state, plan, self._options.block_bytes)
                 size = self._options.block_bytes
@@ -105,7 +105,7 @@ class RankFiles:
                     KnownPlan(order.plan_id, memory.plan.fingerprint, size, plan.total_bytes, transfers, parts, twice)
                 )
             boxes = [pair for part in memory.plan.files for pair in part.partial_boxes(state)]
-        with self._awaited("write", transfers):
+        with awaited(session, "write", transfers, self._raise):
             reduced = reduce_partials(session, self._context.transport, transfers, state, boxes)
         ahead, copies = (AHEAD, state.copies) if state.devices is not None else (0, None)
         buffers = memory.window_buffers(self._threads + ahead, state.host_memory)
@@ -117,20 +117,6 @@ class RankFiles:
             contents = TensorContents(part.table, part.items.sources(state, reduced), buffers, copies)
             files.append(FileSave(self._context.storage, name, part.table, info, contents))
         return files
-
-    @contextmanager
-    def _awaited(self, name: str, transfers: Sequence[Transfer]) -> Iterator[None]:
-        """Do what other ranks wait for in collectives, if there is anything to transfer: of an error they hear at once,
-        in the round of this name, which is the next one. Not of one of the collectives: these are over by then."""
-        try:
-            yield
-        except CollectiveError:
-            raise
-        except Exception as error:
-            if transfers:
-                self._failure = error
-                self._context.session.gather_scatter(name, self.give_up, lambda messages: messages)
-            raise
 
     def _hash_copies(self, state: LocalState) -> None:
         """Hash this rank's copies of what others write. One thread does, for writing waits for the disk meanwhile."""

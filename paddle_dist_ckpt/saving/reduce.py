@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ from ..core.dtypes import arithmetic_dtype
 from ..core.memory import Bytes1D
 from ..core.protocols import ControlSession, Transfers, Transport
 from ..core.tensors import Geometry
+from ..errors import CollectiveError
 from ..tree.paths import plain_key
 from .describe import LocalState
 from .messages import Transfer
 
-__all__ = ["reduce_partials"]
+__all__ = ["awaited", "reduce_partials"]
 
 _CHUNK_BYTES = 16 << 20
 _DEVICE_BYTES = 64 << 20
@@ -35,6 +37,30 @@ OPERATIONS = {
     "all": np.logical_and,
 }
 Array = npt.NDArray[Any]
+
+
+@contextmanager
+def awaited(
+    session: ControlSession, name: str, transfers: Sequence[Transfer], tell: Callable[[Exception], bytes]
+) -> Iterator[None]:
+    """Do what other ranks wait for in collectives, if there is anything to transfer: of an error they hear at once.
+
+    Not of one of the collectives: these are over by then.
+
+    Args:
+        session: The ranks.
+        name: The name of the round that is the next one.
+        transfers: All transfers.
+        tell: Raises the error, or what is to be said of it.
+    """
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except Exception as error:
+        if transfers:
+            session.gather_scatter(name, functools.partial(tell, error), lambda messages: messages)
+        raise
 
 
 def reduce_partials(

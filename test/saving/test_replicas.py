@@ -17,10 +17,10 @@ from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.errors import RankFailureError, StateDictMismatchError, UnsupportedValueError
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.reports import SaveReport
-from paddle_dist_ckpt.saving import rank_files, reduce
+from paddle_dist_ckpt.saving import present, rank_files, reduce
 from paddle_dist_ckpt.saving.async_save import AsyncSave
 from paddle_dist_ckpt.saving.describe import LocalState
-from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks
+from paddle_dist_ckpt.testing import NumpyAdapter, ShardedArray, SimulatedRank, run_ranks
 from test.jobs import (
     all_ok,
     blank_like,
@@ -250,6 +250,31 @@ def test_a_rank_that_cannot_take_part_in_the_collectives_says_why(
         assert set(error.failures) == {1}
         assert "MemoryError: Unable to allocate" in str(error)
     assert not list(tmp_path.glob("*.metadata"))
+
+
+@pytest.mark.parametrize(("module", "name"), [(present, "plan_files"), (reduce, "_on_host"), (reduce, "_packed")])
+def test_a_rank_that_cannot_take_part_in_a_gathering_says_why(
+    module: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(module, name)
+
+    def fail(*arguments: Any) -> Any:
+        (state,) = (one for one in arguments if isinstance(one, LocalState))
+        if "/one" in state.tensors.paths:
+            raise MemoryError("Unable to allocate 3.1 GiB")
+        return real(*arguments)
+
+    monkeypatch.setattr(module, name, fail)
+    addend = np.ones((300, 100))
+
+    def work(rank: SimulatedRank) -> Any:
+        state = {"w": partial(addend, "sum", rank.rank, 2), ("zero", "one")[rank.rank]: addend}
+        with rank.hub.session("gather_state_dict", 4) as session:
+            return present.present(lambda: state, session, rank.transport, NumpyAdapter(), "auto")
+
+    for error in errors_of(run_ranks(2, work), RankFailureError):
+        assert set(error.failures) == {1}
+        assert "MemoryError: Unable to allocate" in str(error)
 
 
 def test_a_rank_without_memory_for_its_addends_keeps_no_later_save_from_them(
