@@ -139,7 +139,7 @@ class OwnClaim:
         """
         try:
             self._storage.touch(self.name)
-        except (OSError, CheckpointTimeoutError) as error:
+        except Exception as error:  # of memory that is used up, for one, which must not end the thread
             if self._other is None:
                 with suppress(Exception):  # of a handler of the log, which would end the thread
                     _logger.warning("the claim %s could not be refreshed: %s", self.name, error)

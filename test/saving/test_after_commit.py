@@ -105,6 +105,24 @@ def test_a_handler_of_the_log_that_raises_while_a_claim_is_kept_fresh(
         save_on([{"n": 1}], FaultyStorage(tmp_path, hook))
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "for once"), MemoryError("for once"), RuntimeError("of its own")])
+def test_a_touch_that_fails_for_once_is_made_up_for(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.folder.own_claim.FRESH_EVERY", 0.01)
+    touched: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "touch" and threading.current_thread().name == "paddle_dist_ckpt claim":
+            touched.append(name)
+            if len(touched) == 1:
+                raise error
+        if operation == "sync_file":
+            until(lambda: len(touched) > 1, 10.0)
+
+    save_on([{"n": 1}], FaultyStorage(tmp_path, hook))
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_what_a_save_calls_does_not_wait_for_that_save(tmp_path: Path, background: bool) -> None:
     """A handler of the log, as here; one of a signal may come in the middle of a save as well."""
