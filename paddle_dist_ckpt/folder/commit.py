@@ -319,7 +319,7 @@ def give_up(lease: Lease, settled: bool) -> None:
                 lease.speak_again([lease.save_id])
             elif not lease.doomed:  # otherwise the claim says what else is to be removed
                 lease.end()
-    except (OSError, CheckpointError) as error:
+    except Exception as error:  # the caller has to hear of what made the save fail
         _warn("%s: files of a failed save are left: %s", lease.storage.location, error)
         _speak_again(lease, [lease.save_id])
 

@@ -14,9 +14,23 @@ import pytest
 from paddle_dist_ckpt.core.protocols import ControlSession
 from paddle_dist_ckpt.errors import CheckpointError, RankFailureError
 from paddle_dist_ckpt.files.writer import FileSave
+from paddle_dist_ckpt.folder import commit
 from paddle_dist_ckpt.saving.messages import WriteRequest
 from paddle_dist_ckpt.saving.rank_files import RankFiles
-from test.jobs import Killed, errors_of, everything, files_in, make_array, save_alone, sharded, split_rows, try_save
+from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
+from test.hooks import raises
+from test.jobs import (
+    Killed,
+    all_ok,
+    errors_of,
+    everything,
+    files_in,
+    make_array,
+    save_alone,
+    sharded,
+    split_rows,
+    try_save,
+)
 from test.waiting import PATIENCE, until
 
 
@@ -119,3 +133,26 @@ def test_files_that_nobody_will_hear_of_are_removed(tmp_path: Path, monkeypatch:
     assert isinstance(first, Killed)
     assert isinstance(second, CheckpointError)
     assert not files_in(folders[1])
+
+
+def test_memory_that_is_short_when_a_save_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hides neither why that was, nor from the next save that its files are left."""
+    broken = [True]
+    remove_saves = commit.remove_saves
+
+    def fail(*arguments: Any) -> None:
+        if broken:
+            raise MemoryError("Unable to allocate 3.1 GiB")
+        remove_saves(*arguments)
+
+    monkeypatch.setattr(commit, "remove_saves", fail)
+    storage = FaultyStorage(tmp_path, raises("sync", "*", errno.EIO, lambda: broken))
+
+    def work(rank: SimulatedRank) -> Any:
+        with pytest.raises(RankFailureError, match="Input/output error"):
+            rank.save({"n": 1}, storage, 0)
+        broken.clear()
+        return rank.save({"n": 2}, storage, 0)
+
+    all_ok(run_ranks(1, work))
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".metadata", ".safetensors"]
