@@ -39,7 +39,7 @@ def assign_all(
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}
     if free:
         inner = [(path, opened.value) for path, opened in objects.items()]
-        stored = {path: _Stored(path, by_owner[path]) for path in free}
+        stored = {path: _StateOfObject(path, by_owner[path]) for path in free}
         for path, value in (*zip(leaves.tensor_paths, leaves.tensors, strict=True), *inner):
             if isinstance(value, np.ndarray):  # like a value, it is as it was stored
                 continue
@@ -58,7 +58,7 @@ def assign_all(
     return found
 
 
-class _Stored:
+class _StateOfObject:
     """What is stored for an object, which it gets as it is: tensors that it has where that has something else, as when
     only what fits is loaded, are not put in.
 
