@@ -51,7 +51,7 @@ class Fit:
         self.refused: set[str] = set()
         self._incomplete: set[str] = set()  # paths of objects that are left as they are
         self.problems = wanted.problems + _unfit(answer, wanted) + self._refuse_differing(answer.values)
-        self._incomplete = self._incomplete_objects()
+        self._incomplete |= self._incomplete_objects()
         self.problems += [Mismatch(key, f"{key}: a recipe, and no rank has such a tensor") for key in answer.unmatched]
         resizing = Resizing(resize)
         parts = expand(wanted, answer, self._table, cast, resizing)
@@ -132,6 +132,7 @@ class Fit:
         for path, other in differing(wanted.repeated, objects, values):
             if path not in self.refused:
                 self.refused.add(path)
+                self._incomplete |= {one for one in objects if f"{path}/".startswith(f"{one}/")}  # it wants all or none
                 text = f"is the same as {plain_key(other)} in the state_dict, but the stored values differ"
                 problems.append(Mismatch.at(path, text))
         return problems

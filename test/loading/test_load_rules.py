@@ -552,6 +552,16 @@ def test_all_that_is_stored_for_an_object_under_two_keys_is_compared(tmp_path: P
         assert repr(target.values["x"]) == repr(same)
 
 
+@pytest.mark.parametrize("size", [1, 9000], ids=["small", "large"])
+def test_an_object_under_two_keys_gets_no_part_of_what_is_stored_for_the_second(tmp_path: Path, size: int) -> None:
+    save_alone({"a": Settings(x="a" * size, n=1), "b": Settings(x="b" * size, n=1)}, tmp_path)
+    target, given = Settings(x="", n=0), list[dict[str, Any]]()
+    target.load_state_dict = given.append  # type: ignore[method-assign, assignment]
+    report = load_alone({"a": target, "b": target}, tmp_path, options=LoadOptions(strict=False, timeout=60))
+    assert given == [{"x": "a" * size, "n": 1}]
+    assert report.skipped_keys == ("b.x",)
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("size", [1, 9000], ids=["small", "large"])
 @pytest.mark.parametrize("key", ["a", "b"])
