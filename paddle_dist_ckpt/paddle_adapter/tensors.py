@@ -122,9 +122,13 @@ class PaddleAdapter:
     def _name(self, tensor: Any) -> str | None:
         """The name of a tensor's variable, if it says anything."""
         name: str = tensor.name
-        return name if not name.startswith(_NUMBERED) else self._of_variable(tensor)
+        return name if not name.startswith(_NUMBERED) else self._of_variable(tensor, name)
 
-    def _of_variable(self, tensor: Any) -> str | None:
+    def _of_variable(self, tensor: Any, number: str) -> str | None:
+        """The name of what is called by a number. That tells something of what an optimizer may step, for it calls
+        accumulators after it."""
+        if not tensor.stop_gradient:
+            return number
         return self._variables.get(tensor.data_ptr()) if self._variables and tensor._is_initialized() else None
 
     @cached_property
@@ -179,7 +183,7 @@ class PaddleAdapter:
             return None
         self._viewed.update(zip(map(id, values), known, strict=True))
         names = [
-            name if not name.startswith(_NUMBERED) else self._of_variable(value)
+            name if not name.startswith(_NUMBERED) else self._of_variable(value, name)
             for value, name in zip(values, read("name", values), strict=True)
         ]
         if SLICE in "\n".join(filter(None, names)):

@@ -22,6 +22,7 @@ from paddle_dist_ckpt import (
     UnsupportedValueError,
     load_merged_state_dict,
     load_state_dict,
+    read_metadata,
     save_state_dict,
 )
 from paddle_dist_ckpt.core.box import Box, whole
@@ -434,3 +435,28 @@ def test_pieces_of_what_is_on_a_device_lie_where_they_say(case: str, piece_bytes
     assert placed.on_device
     if piece_bytes is None:
         assert len(placed.shards) == len(shards)
+
+
+@pytest.mark.parametrize("others", [0, 20])
+def test_what_an_optimizer_has_for_tensors_that_operations_returned(tmp_path: Path, others: int) -> None:
+    """Paddle numbers them, and the next run may give their numbers to others; the other tensors are many, or none."""
+
+    def job(names: str) -> dict[str, Any]:
+        tensors = {name: paddle.full([2], float(ord(name))) for name in names}
+        for tensor in tensors.values():
+            tensor.stop_gradient = False
+        optimizer = paddle.optimizer.Adam(0.1, parameters=list(tensors.values()))
+        return {**tensors, "optimizer": optimizer, "more": [paddle.ones([2]) for _ in range(others)]}
+
+    def go_on(state: dict[str, Any]) -> list[float]:
+        (state["a"].sum() + (state["b"] ** 2).sum()).backward()
+        state["optimizer"].step()
+        state["optimizer"].clear_grad()
+        return [float(state[name][0]) for name in "ab"]
+
+    saved, target = job("ab"), job("ba")
+    go_on(saved)
+    save_state_dict(saved, tmp_path)
+    assert {"optimizer.a.moment1", "optimizer.b.moment1"} < read_metadata(tmp_path).state_dict_metadata.keys()
+    load_state_dict(target, tmp_path)
+    assert go_on(target) == go_on(saved)
