@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from .api import load_merged_state_dict, read_metadata
 from .control.ranks import Ranks
@@ -27,7 +27,7 @@ from .options import LoadOptions, SaveOptions, checked
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .state_exports import export_filled_with
-from .wiring import connected, export_with, load_with, paddles, save_with, source_of
+from .wiring import connected, export_with, load_with, paddles, refuse, save_with, source_of
 
 __all__ = ["install", "uninstall"]
 
@@ -215,11 +215,11 @@ class _DropIn:
         options = self.load_options
         ranks = connected(process_group, coordinator_rank, options)
         if load_transform is not None:
-            _refuse(ranks, options, NotImplementedError(_NO_TRANSFORM))
+            refuse(ranks, options, NotImplementedError(_NO_TRANSFORM), "load_state_dict")
         try:
             options = _with_statements(options, aoa_config)
         except TypeError as error:
-            _refuse(ranks, options, error)
+            refuse(ranks, options, error, "load_state_dict")
         if self.asks_former and (reason := _why_unknown(ranks, options, path, unique_id)):
             of_paddle |= {"process_group": process_group, "coordinator_rank": coordinator_rank, "unique_id": unique_id}
             of_paddle["aoa_config"] = aoa_config
@@ -289,7 +289,7 @@ class _DropIn:
             ]
             request = export_request(save_path, unique_id=unique_id, keys=keys, stem=safetensor_prefix, of_torch=False)
         except Exception as error:
-            _refuse(ranks, options, error, "export" if patterns else "merge_sharded_state_dict")
+            refuse(ranks, options, error, "export" if patterns else "merge_sharded_state_dict")
         if patterns:
             return export_with(ranks, load_path, request, options)
         return export_filled_with(ranks, load_path, request, options, offload)
@@ -386,12 +386,6 @@ def _log_without_effect(function: str, **arguments: Any) -> None:
 def _with_statements(options: LoadOptions, aoa_config: Any) -> LoadOptions:
     """The options with an aoa_config, if there is one. An empty mapping is none to Paddle either."""
     return options if aoa_config is None or aoa_config == {} else dataclasses.replace(options, aoa_config=aoa_config)
-
-
-def _refuse(ranks: Ranks, options: LoadOptions, error: Exception, kind: str = "load_state_dict") -> NoReturn:
-    """Raise on all ranks, on those that did not ask for it as well; ``kind`` is what their session is called."""
-    with ranks.session(kind, options.timeout) as made, made:
-        raise error
 
 
 _NO_TRANSFORM = (

@@ -15,7 +15,7 @@ from .recipes import dtype_name
 from .reports import ExportReport
 from .state_exports import export_state_with
 from .storage import local_path
-from .wiring import checked_id, connected, export_with, members
+from .wiring import checked_id, connected, export_with, members, refuse
 
 __all__ = ["export", "export_request", "export_state_dict"]
 
@@ -90,9 +90,13 @@ def export(
         >>> export("checkpoints", "for_torch", options=LoadOptions(recipes=transposed))  # doctest: +SKIP
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
-    refuse_unused("export", options, _NOT_USED, _INSTEAD)
-    request = export_request(out, format, unique_id, prefix, keys, dtype, max_shard_bytes)
-    return export_with(members(process_group, options), path, request, options)
+    ranks = members(process_group, options)
+    try:
+        refuse_unused("export", options, _NOT_USED, _INSTEAD)
+        request = export_request(out, format, unique_id, prefix, keys, dtype, max_shard_bytes)
+    except Exception as error:
+        refuse(ranks, options, error, "export")
+    return export_with(ranks, path, request, options)
 
 
 @takes(SaveOptions)
@@ -140,8 +144,11 @@ def export_state_dict(
         (('model.safetensors',), 1)
     """
     options = checked("options", options, SaveOptions) or SaveOptions()
-    request = export_request(out, format, None, prefix, keys, dtype, max_shard_bytes)
     ranks = connected(process_group, coordinator_rank, options)
+    try:
+        request = export_request(out, format, None, prefix, keys, dtype, max_shard_bytes)
+    except Exception as error:
+        refuse(ranks, options, error, "export_state_dict")
     return export_state_with(ranks, state_dict, request, options)
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -51,6 +51,7 @@ __all__ = [
     "paddles",
     "pass_over_last_save",
     "prepare_save",
+    "refuse",
     "save_with",
     "source_of",
 ]
@@ -77,6 +78,12 @@ def enter_with(options: Any, kind: type[Options]) -> tuple[Options, Callable[[],
         return options or kind(), lambda: None
     alone = options.get("no_dist") if isinstance(options, Mapping) else getattr(options, "no_dist", False)
     return kind(no_dist=alone is True), lambda: checked("options", options, kind)
+
+
+def refuse(ranks: Ranks, options: SaveOptions | LoadOptions, error: Exception, kind: str) -> NoReturn:
+    """Raise on all ranks, on those that did not ask for it as well; ``kind`` is what their session is called."""
+    with ranks.session(kind, options.timeout) as made, made:
+        raise error
 
 
 def paddles(

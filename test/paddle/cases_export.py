@@ -69,6 +69,24 @@ def _local(tensor: paddle.Tensor) -> Any:
     return local_array(tensor) if tensor.is_dist() else tensor.numpy()
 
 
+def bad_arguments_on_one_rank(path: str, out: str) -> list[Outcome]:
+    """One of two ranks passes what cannot be; each time both export all the same afterwards."""
+    odd, group = dist.get_rank() == 1, group_of(2)
+    state, quick = {"w": paddle.ones([2])}, LoadOptions(timeout=20)
+    casting = LoadOptions(timeout=20, cast=True) if odd else quick
+    save_state_dict(state, path, group, unique_id=0)
+    calls = [
+        lambda to: export(path, to, dtype="int8" if odd else None, process_group=group, options=quick),
+        lambda to: export(path, to, process_group=group, options=casting),
+        lambda to: export_state_dict(state, to, "none" if odd else "paddle", group, options=SaveOptions(timeout=20)),
+    ]
+    outcomes = []
+    for i, call in enumerate(calls):
+        outcomes.append(outcome_of(lambda call=call: call(out)))
+        export(path, f"{out}{i}", process_group=group, options=quick)
+    return outcomes
+
+
 def export_and_die(path: str, out: str, victim: int, at: int) -> Outcome:
     """Export on all ranks, of which one kills itself before its operation of that number in the new folder."""
     done = itertools.count(1)

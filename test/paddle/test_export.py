@@ -83,6 +83,14 @@ def test_a_live_state_dict_as_safetensors(pool: RankPool, tmp_path: Path, layout
         np.testing.assert_array_equal(found[name].view(array.dtype), array, err_msg=name)
 
 
+def test_what_one_rank_passes_wrongly_is_raised_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    path, out = str(tmp_path / "c"), str(tmp_path / "out")
+    for outcomes in pool.run(cases.bad_arguments_on_one_rank, path, out, ranks=2):
+        assert [outcome.error for outcome in outcomes] == ["ValueError"] * 3
+        assert all(outcome.seconds < 15 for outcome in outcomes)
+    assert not Path(out).exists()
+
+
 def test_what_is_beside_a_live_state_dicts_place_is_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
