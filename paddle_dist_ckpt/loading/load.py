@@ -117,6 +117,10 @@ def load(
             _logger.warning("%s: %s", context.storage.location, some_of(map(str, left)))
         return left
 
+    def change(untouched: Container[str]) -> None:
+        entries = zip(scan().tensor_paths, scan().tensors, strict=True)
+        context.adapter.change([tensor for path, tensor in entries if path not in untouched])
+
     def renew(untouched: Container[str], lacking: Container[str]) -> set[str]:
         leaves, adapter = scan(), context.adapter
         tokens = dict(zip(leaves.tensor_paths, map(adapter.token, leaves.tensors), strict=True))
@@ -127,7 +131,7 @@ def load(
             raise CheckpointError(f"master weights that are not stored could not be set: {error}") from error
         return {path for path, token in tokens.items() if path in lacking and token in found}
 
-    return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read, renew, thaw).run()
+    return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read, renew, thaw, change).run()
 
 
 def _thaw(scan: Any, adapter: Adapter, pairs: Sequence[tuple[str, str]]) -> None:
@@ -157,6 +161,7 @@ class LeavesLoad:
             for which nothing was stored. Returns the paths of what it has set.
         thaw: Has optimizers make entries for parameters that are not trained now, if the checkpoint has such. Given the
             paths of optimizers and parameters; ``scan`` finds the entries from then on. None if that is not wanted.
+        change: Told, before any is filled, that all tensors will be but those at these paths.
     """
 
     scan: Callable[[], Leaves]
@@ -167,6 +172,7 @@ class LeavesLoad:
     read: Callable[[int | None], Metadata] | None = None
     renew: Callable[[Container[str], Container[str]], set[str]] | None = None
     thaw: Callable[[Sequence[tuple[str, str]]], None] | None = None
+    change: Callable[[Container[str]], None] | None = None
     _files: DataFiles = field(init=False)
     _coordinator: LoadCoordinator | None = None
     _touched: bool = False
@@ -345,6 +351,8 @@ class LeavesLoad:
         self, fit: Fit, reading: Reading, read: Callable[[], None]
     ) -> tuple[tuple[dict[str, Any], set[str]], DoneRequest]:
         """Read all that is not staged; returns the values by path, and the keys of what was set to what was filled."""
+        if self.change is not None:
+            self.change(fit.untouched)
         read()
         fit.targets.finish(reading.copies)
         renewed = set[str]()

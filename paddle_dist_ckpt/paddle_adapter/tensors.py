@@ -111,6 +111,13 @@ class PaddleAdapter:
         """See :class:`..tree.state_dict.Adapter`."""
         return id(_local(tensor))
 
+    def change(self, tensors: Sequence[Any]) -> None:
+        """See :class:`..tree.state_dict.Adapter`. A gradient that needs what they have held is an error then."""
+        if not self.tensor_types.issuperset(map(type, tensors)):  # else none need be asked, of which there may be many
+            tensors = [tensor for tensor in map(_local, tensors) if isinstance(tensor, paddle.Tensor)]
+        for tensor in tensors:
+            tensor._bump_inplace_version()
+
     def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> set[int]:
         """See :class:`..tree.state_dict.Adapter`."""
         return renew_masters(leaves, filled, lacking, self.names, self._rank)

@@ -126,6 +126,9 @@ class NumpyAdapter:
         set_state(value, state)
         return []
 
+    def change(self, tensors: Sequence[Any]) -> None:
+        """See :class:`..tree.state_dict.Adapter`."""
+
     def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> set[int]:
         """See :class:`..core.tensors.TensorAdapter`."""
         return set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,6 +85,10 @@ class Adapter(TensorAdapter, Protocol):
         Returns:
             The entries that it is known not to take.
         """
+        ...
+
+    def change(self, tensors: Sequence[Any]) -> None:
+        """Have the framework know that what these tensors hold changes, which it does not see."""
         ...
 
     def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> Collection[int]:

@@ -120,6 +120,24 @@ def test_stop_gradient_is_kept(tmp_path: Path, stop_gradient: bool) -> None:
     assert target.tolist() == [3.0] * 4
 
 
+def test_a_gradient_of_what_was_there_before_is_refused(tmp_path: Path) -> None:
+    """It would silently be made of what was loaded meanwhile. What was not loaded is still there."""
+    filled, other = (paddle.create_parameter([2], "float32") for _ in range(2))
+    save_state_dict({"filled": paddle.ones([2])}, tmp_path)
+    for case in ("alone", "among others", "not at all"):
+        product, sum_of_other = (filled * filled).sum(), (other * other).sum()
+        state: dict[str, Any] = {"filled": filled} if case != "not at all" else {}
+        if case == "among others":
+            state |= {"other": other, "array": np.zeros(2)}
+        load_state_dict(state, tmp_path, options=LoadOptions(strict=False))
+        sum_of_other.backward()
+        if case == "not at all":
+            product.backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+
+
 def test_parameters_stay_parameters(tmp_path: Path) -> None:
     layer, other = paddle.nn.Linear(3, 5), paddle.nn.Linear(3, 5)
     save_state_dict(layer.state_dict(), tmp_path)
