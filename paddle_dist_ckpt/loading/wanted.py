@@ -101,8 +101,8 @@ class WantedState:
         for path in own_among(path for path in answer.tensors.paths if path not in self.values):
             stored.setdefault(parent_of(path), {})[rank_of(path)] = path
         same_size, others = answer.saved_by == len(ranks), set[str]()
-        for parent, own in stored.items():
-            taken = None
+        for own in stored.values():
+            taken, problem, left = None, "", ""
             if rank in own and (same_size or choice == "by_rank"):
                 taken = own[rank]
             elif same_size and own.keys() <= set(ranks):
@@ -111,20 +111,22 @@ class WantedState:
                     others |= set(own.values())  # entries that an object, or a subtree of values, has on others
                     continue
                 verb = "has" if len(own) == 1 else "have"
-                text = f"rank {rank} has saved no value of its own, only {ranks_text(own)} {verb}"
-                self.problems.append(Mismatch.at(parent, text))
+                problem = f"rank {rank} has saved no value of its own, only {ranks_text(own)} {verb}"
             elif choice == "coordinator":
                 taken = own[min(own)]
             elif choice == "by_rank":
-                paths = [path for stored in own.values() for path in answer.renamed.get(stored, [stored])]
-                self.left_own |= {path: self.own[path] for path in map(parent_of, paths) if path in self.own}
-                self.left.append(Mismatch.at(parent, f"left as it is, for no rank {rank} has saved its own"))
+                left = f"left as it is, for no rank {rank} has saved its own"
             else:
-                text = (
+                problem = (
                     f"every rank has saved its own, on {answer.saved_by} ranks ({ranks_text(own)}), and now there are "
                     f"{len(ranks)}; LoadOptions(per_rank='by_rank') or 'coordinator' says which to take"
                 )
-                self.problems.append(Mismatch.at(parent, text))
+            if taken is None:
+                paths = (path for one in own.values() for path in answer.renamed.get(one, [one]))
+                for path in dict.fromkeys(map(parent_of, paths)):
+                    (self.problems if problem else self.left).append(Mismatch.at(path, problem or left))
+                    if path in self.own:
+                        self.left_own[path] = self.own[path]
             others |= {path for path in own.values() if path != taken}
         return others
 

@@ -156,6 +156,17 @@ def test_a_tensor_that_an_object_does_not_have_is_missed_there_whoever_else_want
     assert problem.startswith(f"{key}: the state_dict has no such entry in its object")
 
 
+@pytest.mark.parametrize("options", [{"per_rank": "by_rank"}, {"strict": False}])
+def test_values_of_ranks_that_are_left_are_named_as_they_are_wanted(tmp_path: Path, options: dict[str, Any]) -> None:
+    all_ok(run_ranks(1, lambda rank: rank.save({"seed": PerRank(7), "counter": holder(PerRank(8))}, tmp_path)))
+    key_map, counters = {"a": "seed", "b": "seed", "other": "counter"}, [holder(PerRank(i)) for i in range(2)]
+    states = [{"a": PerRank(i), "b": PerRank(-i), "other": counters[i]} for i in range(2)]
+    load = LoadOptions(timeout=60, key_map=key_map, **options)
+    _, report = all_ok(run_ranks(2, lambda rank: rank.load(states[rank.rank], tmp_path, options=load)))
+    assert set(report.skipped_keys) == {"a", "b", "other.table"}
+    assert (states[1]["a"].value, states[1]["b"].value, counters[1].state["table"].value) == (1, -1, 1)
+
+
 @pytest.mark.parametrize("text", ["a", LARGE])
 @pytest.mark.parametrize("meant", ["other", None])
 def test_an_object_in_another_that_is_stored_elsewhere(tmp_path: Path, meant: str | None, text: str) -> None:
