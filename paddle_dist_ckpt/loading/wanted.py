@@ -105,11 +105,10 @@ class WantedState:
             taken, problem, left = None, "", ""
             if rank in own and (same_size or choice == "by_rank"):
                 taken = own[rank]
-            elif same_size and own.keys() <= set(ranks):
-                asked = {parent_of(path) for one in own.values() for path in answer.renamed.get(one, [one])}
-                if asked.isdisjoint(self.own) and asked.isdisjoint(self.values):
-                    others |= set(own.values())  # entries that an object, or a subtree of values, has on others
-                    continue
+            elif same_size and own.keys() <= set(ranks) and not self._asks_for_own(own, answer):
+                others |= set(own.values())  # entries that an object, or a subtree of values, has on others
+                continue
+            elif same_size and own.keys() <= set(ranks) and choice != "by_rank":
                 verb = "has" if len(own) == 1 else "have"
                 problem = f"rank {rank} has saved no value of its own, only {ranks_text(own)} {verb}"
             elif choice == "coordinator":
@@ -129,6 +128,11 @@ class WantedState:
                         self.left_own[path] = self.own[path]
             others |= {path for path in own.values() if path != taken}
         return others
+
+    def _asks_for_own(self, own: Mapping[int, str], answer: LoadAnswer) -> bool:
+        """Whether there is something here for which a value of ranks' own is stored, at these paths."""
+        asked = {parent_of(path) for one in own.values() for path in answer.renamed.get(one, [one])}
+        return not (asked.isdisjoint(self.own) and asked.isdisjoint(self.values))
 
 
 def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Arranger | None = None) -> WantedState:

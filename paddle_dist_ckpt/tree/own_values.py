@@ -60,4 +60,4 @@ def _of_ranks(value: Any, key: str, ranks: Sequence[int], choice: str) -> Any:
             f"{key}: whole has values that {ranks_text(value)} had as their own, and now there are {len(ranks)} "
             f"({ranks_text(ranks)}); LoadOptions(per_rank='by_rank') or 'coordinator' says which to take"
         )
-    return OfRanks({rank: one for rank, one in value.items() if rank in ranks})
+    return OfRanks(dict(value))

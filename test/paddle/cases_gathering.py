@@ -215,6 +215,14 @@ def failures() -> dict[str, Outcome]:
     return outcomes
 
 
+def own_of_fewer_ranks() -> tuple[Any, tuple[str, ...]]:
+    """What one rank had as its own, given to two, by rank; what this one has then, and what was left."""
+    target = {"more": PerRank("mine")}
+    options = LoadOptions(per_rank="by_rank")
+    report = scatter_state_dict({"more": {0: "a"}}, target, None, group_of(RANKS), options=options)
+    return target["more"].value, report.skipped_keys
+
+
 def a_rank_that_cannot_offer_its_files() -> Outcome:
     """What a call raises where one rank has no memory for what partial tensors are reduced to; a later one is well."""
 

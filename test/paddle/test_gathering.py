@@ -272,6 +272,17 @@ def test_own_values_of_other_ranks() -> None:
         scatter_state_dict({"more": [tensor, {0: "a", 1: "b"}]}, target)
     scatter_state_dict({"more": [tensor, {3: "c", 5: "d"}]}, target, options=LoadOptions(per_rank="coordinator"))
     assert target["more"][1] == PerRank("c")
+    by_rank = LoadOptions(per_rank="by_rank")
+    report = scatter_state_dict({"more": [2 * tensor, {3: "e", 5: "f"}]}, target, options=by_rank)
+    assert (target["more"][0].item(), target["more"][1]) == (2, PerRank("c")), "no rank 0 had its own"
+    assert report.skipped_keys == ("more.1",)
+    scatter_state_dict({"more": [tensor, {0: "g", 5: "h"}]}, target, options=by_rank)
+    assert target["more"][1] == PerRank("g")
+
+
+def test_own_values_of_fewer_ranks_by_rank(pool: RankPool) -> None:
+    """As those of a checkpoint that fewer ranks have saved: the others keep what they have."""
+    assert pool.run(cases.own_of_fewer_ranks, ranks=RANKS) == [("a", ()), ("mine", ("more",))]
 
 
 def test_a_rank_may_be_an_integer_of_numpy() -> None:
