@@ -103,11 +103,15 @@ class Connection:
         """Send as much as the system takes. To a connection that has broken, nothing is sent: receiving tells."""
         if self._mute:
             return
-        sizes = _sizes(len(message), len(payload))
-        self._unsent.append(memoryview(sizes + self._sending.tag(sizes, message, payload) + message))
-        if payload:
-            self._unsent.append(memoryview(payload))
-        self.flush()
+        try:
+            sizes = _sizes(len(message), len(payload))
+            self._unsent.append(memoryview(sizes + self._sending.tag(sizes, message, payload) + message))
+            if payload:
+                self._unsent.append(memoryview(payload))
+            self.flush()
+        except BaseException:  # an interrupt: a part may be missing, or come twice, as only the next frame would show
+            self._end()
+            raise
 
     def flush(self) -> None:
         """Send on what waits."""
@@ -118,10 +122,13 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             return  # the hub's thread sends on when the system takes more
         except OSError:
-            self._mute = True
-            self._unsent.clear()
-            with contextlib.suppress(OSError):  # else nothing might tell that it is of no use any more
-                self.socket.shutdown(socket.SHUT_RDWR)
+            self._end()
+
+    def _end(self) -> None:
+        self._mute = True
+        self._unsent.clear()
+        with contextlib.suppress(OSError):  # else nothing might tell that it is of no use any more
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def _advance(self, sent: int) -> None:
         while sent:

@@ -1012,6 +1012,28 @@ def test_an_interrupt_of_opening_or_closing_makes_no_other_rank_wait(
     assert both(hubs) == [b"0", b"1"]
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_connection_in_whose_sending_an_interrupt_came_is_made_anew_before_it_is_needed(
+    hubs: list[TcpHub], monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    assert both(hubs) == [b"0", b"1"]
+    (connection,) = hubs[victim]._port.connections
+    tag = keys.Seal.tag
+
+    def interrupted(seal: keys.Seal, *parts: bytes) -> bytes:
+        tag(seal, *parts)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with hubs[victim].lock:
+        monkeypatch.setattr(keys.Seal, "tag", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            connection.send(wire.encode(wire.Bye(99)), b"")
+    until(lambda: hubs[victim].lost or connection not in hubs[victim]._port.connections, PATIENCE)
+    until(lambda: all(hub._port.connections and not hub.lost for hub in hubs), PATIENCE)
+    assert both(hubs) == [b"0", b"1"]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_no_interrupt_keeps_the_lock_or_leaves_a_session_open(hubs: list[TcpHub], victim: int) -> None:
