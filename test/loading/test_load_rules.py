@@ -147,7 +147,6 @@ LONG = "x" * 10_000  # so long that it becomes an entry of a data file
         ({"model": {"linear_0.w_0_moment1_0": np.zeros(3)}}, {"model.linear_0.w_0_moment1_0": np.zeros(3)}),
         ({"own_moment2_0": np.zeros(3), "own": np.zeros(3)}, {"own": np.zeros(3), "a": {"own_moment2_0": np.zeros(3)}}),
         ({"d.a.b": np.zeros(3), "d.a\\.b": np.ones(3)}, {"d": {"a\\.b": np.zeros(3)}}),
-        ({"opt.master_weights.w_0": np.zeros(3)}, {"opt": {"master_weights": {"w_0": np.zeros(3)}}}),
     ],
 )
 def test_a_target_of_another_kind_is_a_mismatch(tmp_path: Path, stored: Any, wanted: Any) -> None:
