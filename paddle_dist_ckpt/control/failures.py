@@ -38,6 +38,7 @@ _BUILTIN: Mapping[str, type[Exception]] = {
     "TypeError": TypeError,
     "FileExistsError": FileExistsError,
 }
+_AROUND = 1024  # bytes at most that other messages have besides an error
 LOST = "connection lost"
 """What is said of a rank whose connection is lost."""
 _OF_A_PATH = frozenset({"CheckpointNotFoundError", "FileExistsError"})
@@ -94,9 +95,12 @@ def record_of(error: BaseException, shared: frozenset[str], depth: int = 0) -> E
 def sendable(error: ErrorRecord) -> ErrorRecord:
     """Return the record if other ranks will take it, else one with no more than its text."""
     try:
-        wire.decode(wire.encode(wire.Fail(0, "", error)))
+        frame = wire.encode(wire.Fail(0, "", error))
+        wire.decode(frame)
     except Exception:  # of several kinds, for what is not as its class says
         return record(described(error))
+    if len(frame) + _AROUND > wire.MAX_PAYLOAD:
+        return ErrorRecord(error.type_name, error.message, error.shared)
     return error
 
 

@@ -152,6 +152,27 @@ def test_an_error_with_text_that_is_no_unicode_is_told_and_the_hubs_go_on(hubs: 
     assert both(hubs) == [b"0", b"1"]
 
 
+def test_errors_that_are_too_much_for_a_message_are_told_by_their_text(
+    hubs: list[TcpHub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of very many ranks, each with very many problems."""
+    monkeypatch.setattr(wire, "MAX_PAYLOAD", 1 << 20)
+    errors = [StateDictMismatchError("it does not fit", ["x" * 1000] * 800), OSError("it cannot be read" + 300_000 * "y")]
+
+    def call(hub: TcpHub) -> CheckpointError:
+        def fail() -> bytes:
+            raise errors[hub.rank]
+
+        with pytest.raises(RankFailureError) as caught, hub.session("load", LONG) as session:
+            session.gather_scatter("r", fail, lambda parts: parts)
+        return caught.value
+
+    with ThreadPoolExecutor(2) as pool:
+        told = [str(error) for error in pool.map(call, hubs)]
+    assert all("it does not fit" in text and "it cannot be read" in text for text in told)
+    assert both(hubs) == [b"0", b"1"]
+
+
 def test_a_frame_altered_on_the_way_ends_the_connection(relayed: Relayed, caplog: pytest.LogCaptureFixture) -> None:
     hubs, proxy = relayed
     assert both(hubs) == [b"0", b"1"]
