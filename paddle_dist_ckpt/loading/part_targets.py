@@ -31,7 +31,7 @@ from .resize import LengthError, Resizing
 from .wanted import WantedState
 from .wording import MISSING, OVERLAPS_ITSELF
 
-__all__ = ["PartTargets", "expand"]
+__all__ = ["PartTargets", "expand", "fitted_parts"]
 
 
 @dataclass(slots=True)
