@@ -56,10 +56,10 @@ def install(
 
     ``paddle.distributed.save_state_dict``, ``load_state_dict`` and ``load_merged_state_dict`` are replaced, and what
     goes with them: ``merge_sharded_state_dict`` exports by :func:`export`, ``clear_async_save_task_queue`` waits for
-    saves in the background, ``load_state_dict_metadata`` and ``paddle.load`` of a `.metadata` of this library return
-    its :class:`Metadata`. They are replaced wherever one of Paddle's modules has them, and take every argument that
-    those of Paddle 2.6 to 3.3 take. To be called on every rank, before other modules import the functions by name, for
-    these keep what they have.
+    saves in the background, ``paddle.load`` of a `.metadata` of this library returns its :class:`Metadata`, and
+    ``load_state_dict_metadata`` what that has of the same name. They are replaced wherever one of Paddle's modules has
+    them, and take every argument that those of Paddle 2.6 to 3.3 take. To be called on every rank, before other modules
+    import the functions by name, for these keep what they have.
 
     It lasts until :func:`uninstall`, or as a context manager until the end of the block. Who installs again puts
     another layer over the first one, with its own arguments; :func:`uninstall` takes off the one that was put on last,
@@ -310,11 +310,13 @@ class _DropIn:
             self.saves.discard(save)
             save.raise_unobserved()
 
-    def load_state_dict_metadata(self, file: Any, allow_full_load: bool = True) -> Any:
-        """What a `.metadata` says: of ours its :class:`Metadata`, of another what the former function returns."""
+    def load_state_dict_metadata(self, path: Any, allow_full_load: bool = True) -> Any:
+        """What a `.metadata` says of tensors and their shards; of another than ours what the former one returns."""
         _log_without_effect("load_state_dict_metadata", allow_full_load=allow_full_load)
-        ours = self._our_metadata(file)
-        return self.former("load_state_dict_metadata")(file, allow_full_load) if ours is None else ours
+        ours = self._our_metadata(path)
+        if ours is None:
+            return self.former("load_state_dict_metadata")(path, allow_full_load)
+        return ours.state_dict_metadata
 
     def load(self, path: Any, **configs: Any) -> Any:
         """``paddle.load``; of a `.metadata` of this library its :class:`Metadata`."""
