@@ -157,7 +157,10 @@ def test_errors_that_are_too_much_for_a_message_are_told_by_their_text(
 ) -> None:
     """As of very many ranks, each with very many problems."""
     monkeypatch.setattr(wire, "MAX_PAYLOAD", 1 << 20)
-    errors = [StateDictMismatchError("it does not fit", ["x" * 1000] * 800), OSError("it cannot be read" + 300_000 * "y")]
+    errors = [
+        StateDictMismatchError("it does not fit", ["x" * 1000] * 800),
+        OSError("it cannot be read" + 300_000 * "y"),
+    ]
 
     def call(hub: TcpHub) -> CheckpointError:
         def fail() -> bytes:
