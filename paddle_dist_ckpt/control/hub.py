@@ -52,6 +52,7 @@ class TcpHub(Board):
         bootstrap_timeout: Seconds to wait for the coordinator's address.
         secret: What the job's ranks know and the store does not; the same on all of them. Empty if there is none.
         opened: How many sessions this rank has opened before, or has tried to, without a hub.
+        announced: Whether the coordinator leaves its address at once; else :meth:`announce` does.
 
     Raises:
         CheckpointTimeoutError: the coordinator did not leave its address in time.
@@ -72,6 +73,7 @@ class TcpHub(Board):
         bootstrap_timeout: float = 300.0,
         secret: bytes = b"",
         opened: int = 0,
+        announced: bool = True,
     ) -> None:
         for member, name in ((rank, "rank"), (coordinator, "coordinator")):
             if member not in ranks:
@@ -79,6 +81,7 @@ class TcpHub(Board):
         super().__init__(rank, tuple(ranks), coordinator, opened=opened)
         self._closing = self._closed = False
         self._port: Port
+        self._announce: Callable[[], None] | None = None
         if rank == coordinator:
             self._listen(store, bind_host, secret, key)
         else:
@@ -93,6 +96,23 @@ class TcpHub(Board):
             self._begin()
         atexit.register(self.close)
         after_fork(self._port.close)  # or its connections would outlive this process, and nobody would notice its end
+        if announced:
+            try:
+                self.announce()
+            except BaseException:
+                self.close()
+                raise
+
+    def announce(self) -> None:
+        """On the coordinator: leave the address in the store, unless it has been left there.
+
+        Raises:
+            RankFailureError: the store has not said that it has it. It may have it all the same, now or later, so that
+                other ranks come to this hub.
+        """
+        if self._announce is not None:
+            self._announce()
+            self._announce = None
 
     def _listen(self, store: BootstrapStore, bind_host: str | None, secret: bytes, key: str) -> None:
         self.absent.update({*self.ranks} - {self.rank})
@@ -103,11 +123,7 @@ class TcpHub(Board):
         except CheckpointError as error:
             bootstrap.refuse(store, key, self._opened, error)  # or the others would wait for what does not come
             raise
-        try:
-            bootstrap.publish(store, key, port.rendezvous, self.rank)
-        except BaseException:
-            self.close()
-            raise
+        self._announce = functools.partial(bootstrap.publish, store, key, port.rendezvous, self.rank)
 
     def _begin(self) -> None:
         """Start the thread.

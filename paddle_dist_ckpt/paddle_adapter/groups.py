@@ -185,8 +185,10 @@ def _hub(kept: _Kept, group: Any, members: tuple[int, ...], rank: int, coordinat
         with making:
             if coordinator not in kept.hubs:
                 kept.hubs[coordinator] = _made_hub(attempts, group, members, rank, coordinator, timeout)
-            kept.hubs[coordinator].pass_over(attempts)
-            return kept.hubs[coordinator]
+            hub = kept.hubs[coordinator]
+            hub.pass_over(attempts)
+            hub.announce()  # if that failed before, others may have come to this one all the same
+            return hub
 
     return _started(make, "paddle_dist_ckpt connection").result()
 
@@ -210,6 +212,7 @@ def _made_hub(
         bootstrap_timeout=timeout,
         secret=secret,
         opened=attempts,
+        announced=False,
     )
 
 

@@ -413,6 +413,40 @@ def test_the_first_calls_of_several_threads_make_one_connection(monkeypatch: pyt
     assert made == [0, 1]
 
 
+def test_an_address_that_the_store_takes_late_leads_to_the_hub_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(Store):
+        def __init__(self) -> None:
+            super().__init__()
+            self.in_time = False
+
+        def set(self, key: str, value: bytes) -> None:
+            super().set(key, value)
+            if not self.in_time:
+                raise TimeoutError("no answer in time")
+
+    def call(rank: int) -> list[CheckpointError]:
+        errors = list[CheckpointError]()
+        while len(errors) < 3:  # the coordinator's first call counts
+            try:
+                ranks = groups._connection(fakes[rank], (0, 1), rank, 0, 10.0)
+                with ranks.session("save", 10.0) as made, made as session:
+                    session.gather_scatter("plan", lambda: b"", lambda parts: parts)
+                break
+            except CheckpointError as error:
+                store.in_time = True
+                errors.append(error)
+        return errors
+
+    store, fakes = Late(), [SimpleNamespace(id=0, ranks=[0, 1]) for _ in range(2)]
+    monkeypatch.setattr(groups, "_PaddleStore", lambda timeout: store)
+    with ThreadPoolExecutor(2) as pool:
+        first, other = pool.map(call, range(2))
+    for group in fakes:
+        groups._connection(group, (0, 1), 0, 0, 10.0).hub.close()
+    assert "could not leave the address of its control hub" in str(first[0])
+    assert max(len(first), len(other)) < 3, (first, other)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_first_call_that_was_interrupted_leaves_nothing_in_the_way_of_the_next(
     monkeypatch: pytest.MonkeyPatch, victim: int
