@@ -309,7 +309,11 @@ class Answering:
         for path, source in places.items():
             for stored in self._below(source):
                 of_path = path + stored[len(source) :]
-                if of_path not in wanted.values and (self._is_value(stored) or self._is_array(stored)):
+                if (
+                    of_path not in wanted.values
+                    and of_path not in wanted.others
+                    and (self._is_value(stored) or self._is_array(stored))
+                ):
                     self._take(stored, of_path, found)
 
     def _lack(self, path: str, source: str, found: _Draft, is_tensor: bool = False) -> None:

@@ -242,7 +242,7 @@ def _add_arrays_of_schedulers(wanted: WantedState, leaves: Leaves, objects: Mapp
 
 
 def _add_others(wanted: WantedState, leaves: Leaves, adapter: Adapter) -> None:
-    """Add the names of tensors that are not filled."""
+    """Add the names of tensors that are not filled, and what is left of schedulers, whose dicts are loaded whole."""
     if len(wanted.tensors.paths) < len(leaves.tensor_paths):
         names = zip(leaves.tensor_paths, adapter.names(leaves.tensors), strict=True)
         filled = set(wanted.tensors.paths)
@@ -250,6 +250,8 @@ def _add_others(wanted: WantedState, leaves: Leaves, adapter: Adapter) -> None:
     if leaves.kept:
         wanted.kept = list(leaves.kept)
         wanted.others.update(zip(leaves.kept, adapter.names(list(leaves.kept.values())), strict=True))
+    left = (path for path in leaves.value_paths if path in wanted.skipped) if wanted.skipped else ()
+    wanted.others.update((path, None) for path in left if scheduler_of(path) is not None)
 
 
 def _any_below(container: str, paths: Iterable[str]) -> bool:

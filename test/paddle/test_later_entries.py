@@ -308,6 +308,10 @@ def test_what_an_optimizers_scheduler_adds_to_its_dicts_is_loaded(tmp_path: Path
         assert (again.rates, again.last_lr) == (first.rates, first.last_lr)
         assert again.deep.keys() == first.deep.keys()
         assert all((again.deep[f"of {i}"]["best"] == i).all() for i in (1, 2, 3))
+    left = Remembering()
+    left.rates |= {"0": 7.0, "1": 8.0}
+    load_state_dict(_scheduled(left), tmp_path, options=LoadOptions(key_map={"optimizer.LR_Scheduler.rates.0": None}))
+    assert left.rates == {**first.rates, "0": 7.0}
     first.step()
     first.step()
     again.step()
