@@ -146,7 +146,7 @@ class Answering:
             if present == "object":
                 self._answer_object(path, source, asked, apart, wanted.others, found)
             else:
-                self._answer_value(path, source, present, found)
+                self._answer_value(path, source, present, wanted.others, found)
         self._answer_parts_of_schedulers(wanted, moved, schedulers, found)
         for key in wanted.sources:
             self._answer_source(key, found)
@@ -256,13 +256,17 @@ class Answering:
         found = self._flat_keys.found(elsewhere, [*wanted.tensors, *wanted.values, *wanted.others])
         return {path: at for path, at in found.items() if not self._below(path)}
 
-    def _answer_value(self, path: str, source: str, present: str, found: _Draft) -> None:
-        """A value that is wanted at a path, and would be stored at ``source``."""
+    def _answer_value(self, path: str, source: str, present: str, arrays: Container[str], found: _Draft) -> None:
+        """A value that is wanted at a path, and would be stored at ``source``; ``arrays``: see ``_answer_object``."""
+        is_array = scheduler_of(path) is not None and self._is_array(source)
+        if scheduler_of(path) is not None and self._looks_like_array(source) and (present == "none" or path in arrays):
+            found.arrays.add(self._index[source])
+            is_array = True
         if present == "own":
             self._answer_own(path, source, found)
         elif source in self._values and present != "none" and (present in DICTS) != _is_dict(self._values[source]):
             found.unfit[path] = value_text(_is_dict(self._values[source]))
-        elif self._is_value(source) or (scheduler_of(path) is not None and self._is_array(source)):
+        elif self._is_value(source) or is_array:
             self._take(source, path, found)
         elif present == "none" or (present == "list" and self._is_list(source)):
             self._answer_subtree(path, source, found)
@@ -338,6 +342,10 @@ class Answering:
         place = self._index.get(path)
         return place is not None and bool(self._metadata.table.kinds[place] == Kind.ARRAY)
 
+    def _looks_like_array(self, path: str) -> bool:
+        """Whether what is stored at a path may have been an array, which in other formats looks like a tensor."""
+        return self._metadata.format != "native" and path in self._index and not self._is_value(path)
+
     def _take(self, stored: str, wanted: str, found: _Draft) -> None:
         """Take a value, or an array of an object."""
         if stored in self._values:
@@ -376,7 +384,7 @@ class Answering:
                 continue
             if self._is_value(stored) or self._is_array(stored):
                 self._take(stored, wanted, found)
-            elif self._metadata.format != "native" and wanted in arrays:
+            elif self._looks_like_array(stored) and wanted in arrays:
                 found.arrays.add(self._index[stored])
                 self._take(stored, wanted, found)
             elif wanted not in asked:

@@ -337,3 +337,16 @@ def test_an_array_may_be_what_a_plateau_compares_with(tmp_path: Path) -> None:
             assert (np.shape(scheduler.best), scheduler.best) == (np.shape(metrics[number]), metrics[number])
             assert scheduler.last_epoch == number
             assert report.unused_keys == ()
+
+
+@pytest.mark.parametrize("has_array", [False, True])
+def test_an_array_of_a_scheduler_comes_back_from_a_file_of_paddles(tmp_path: Path, has_array: bool) -> None:
+    """There it looks like a tensor."""
+    job = _scheduled(paddle.optimizer.lr.ReduceOnPlateau(0.1))
+    job["optimizer"]._learning_rate.step(np.full([1], 3, np.float32))
+    paddle.save({name: one.state_dict() for name, one in job.items()}, f"{tmp_path}/job.pdparams")
+    scheduler = paddle.optimizer.lr.ReduceOnPlateau(0.1)
+    if has_array:
+        scheduler.step(np.full([1], 2, np.float32))
+    load_state_dict(_scheduled(scheduler), tmp_path / "job.pdparams")
+    assert (type(scheduler.best), scheduler.best.tolist(), scheduler.last_epoch) == (np.ndarray, [3], 1)
