@@ -127,13 +127,14 @@ def save_with(
     """
     kind = f"{kind}(async_save=True)" if in_background else kind
     ticket, made = Ticket(), ranks.hub.session(kind, options.timeout)
+    memory = ranks.memory.setdefault("save", SaveMemory())
     try:
+        memory.turn.join(ticket)
         with ExitStack() as opened:
             session = opened.enter_context(made)
             unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
             check_bool("async_save", in_background)
             state_dict, adapter = find()
-            memory = ranks.memory.setdefault("save", SaveMemory())
             find_storage, bound = functools.partial(as_storage, path), options.progress_timeout
             storage = opened.enter_context(bounded(find_storage, path, bound, ranks.rank, memory.unfinished))
             context = SaveContext(storage, session, ranks.transport, adapter, memory, replace_newest, ticket)

@@ -46,6 +46,11 @@ class Turn:
     def __init__(self) -> None:
         self._queue: list[Ticket] = []
 
+    def join(self, ticket: Ticket) -> None:
+        """Join the queue, before the save's session opens: later, two of several threads, whose calls have begun in the
+        same order on all ranks, could each have the turn on one rank, and wait for it on another."""
+        self._queue.append(ticket)
+
     @contextmanager
     def taken(self, ticket: Ticket, may_wait: bool, check: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Have the turn until the end of the block.
@@ -60,7 +65,8 @@ class Turn:
                 may have it.
         """
         try:
-            self._queue.append(ticket)
+            if ticket not in self._queue:
+                self.join(ticket)
             while not self._is_first(ticket):
                 if not may_wait:
                     raise CheckpointError("an earlier save still goes on in the background, and when_busy is 'raise'")

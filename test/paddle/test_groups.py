@@ -32,6 +32,7 @@ from paddle_dist_ckpt import (
     load_state_dict,
     save,
     save_state_dict,
+    wiring,
 )
 from paddle_dist_ckpt.control import AgreedHub
 from paddle_dist_ckpt.control.ranks import Ranks
@@ -411,6 +412,39 @@ def test_the_first_calls_of_several_threads_make_one_connection(monkeypatch: pyt
     with ThreadPoolExecutor(4) as pool:
         assert len({id(hub) for hub in pool.map(agreed._own, [5.0] * 4)}) == 1
     assert made == [0, 1]
+
+
+def test_saves_of_two_threads_have_their_turns_in_the_same_order_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store, fakes = Store(), [SimpleNamespace(id=0, ranks=[0, 1]) for _ in range(2)]
+    monkeypatch.setattr(groups, "_PaddleStore", lambda timeout: store)
+    begun = [threading.Event() for _ in fakes]
+
+    def call(rank: int, name: str) -> None:
+        ranks = groups._connection(fakes[rank], (0, 1), rank, 0, 20.0)
+
+        def find() -> Any:
+            begun[rank].set()
+            if (rank, name) == (1, "first"):
+                time.sleep(0.5)  # in which the other thread would take the turn
+            return wiring.paddles(ranks, {"x": np.ones(4)})()
+
+        if name == "second":
+            assert begun[rank].wait(20)
+        options = SaveOptions(timeout=20, separate_folders=True)
+        wiring.save_with(ranks, find, tmp_path / name, None, False, options)
+
+    threads = [
+        threading.Thread(target=call, args=(rank, name), daemon=True) for rank in (0, 1) for name in ("first", "second")
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 20
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    assert list_checkpoints(tmp_path / "first") == list_checkpoints(tmp_path / "second") == [0]
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_an_address_that_the_store_takes_late_leads_to_the_hub_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
