@@ -290,8 +290,8 @@ def check_same(loaded: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def test_folders() -> None:
-    run_state_machine_as_test(FolderSequences, settings=settings(examples(10, 300), stateful_step_count=20))
+    run_state_machine_as_test(FolderSequences, settings=settings(examples(8, 300), stateful_step_count=20))
 
 
 def test_managers() -> None:
-    run_state_machine_as_test(ManagerSequences, settings=settings(examples(10, 200), stateful_step_count=20))
+    run_state_machine_as_test(ManagerSequences, settings=settings(examples(5, 200), stateful_step_count=20))
