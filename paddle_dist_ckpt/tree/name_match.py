@@ -74,8 +74,8 @@ class NameMatch:
                 by_name[path] = named
             elif place is not None and at not in stored:
                 found[path] = place  # it is not known which parameter that is of, so only its key speaks for it
-            elif variable is None and at == path and (master := self._masters.get(master_of_run(path))) is not None:
-                by_name[path] = master
+            elif variable is None and at == path and (said := master_of_run(path)) in self._stored.masters:
+                by_name[path] = index[self._stored.masters[said]]
         counts, taken = Counter(by_name.values()), set(found.values())
         for path, place in by_name.items():
             if path in moved or (counts[place] == 1 and place not in taken):  # else it cannot be both
@@ -92,13 +92,6 @@ class NameMatch:
             path: OptimizerVariable(tuple(sorted(moved.get(one, one) for one in parameters)), accumulator)
             for path, (parameters, accumulator) in variables.items()
         }
-
-    @cached_property
-    def _masters(self) -> Mapping[str | None, int]:
-        """The number of each stored master weight by what its path says, unless several say the same."""
-        said = [(master_of_run(path), place) for path, place in self._index.items()]
-        counts = Counter(name for name, _ in said)
-        return {name: place for name, place in said if name is not None and counts[name] == 1}
 
     @cached_property
     def _own(self) -> list[int | None]:

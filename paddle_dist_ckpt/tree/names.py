@@ -20,7 +20,7 @@ A variable that is or was distributed may have ``.dist`` behind its name, which 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -235,6 +235,13 @@ class Names:
         """The paths of static-graph programs' learning rates: that are called so and are under that name."""
         found = [(path, name) for path, name in zip(self.paths, self.names, strict=True) if "/learning_rate_" in path]
         return [path for path, name in found if name and _LEARNING_RATE.search(path) and last_part(path) == name]
+
+    @cached_property
+    def masters(self) -> Mapping[str | None, str]:
+        """The path of each master weight by what that says of it, unless several say the same."""
+        said = [(master_of_run(path), path) for path in self.paths]
+        counts = Counter(name for name, _ in said)
+        return {name: path for name, path in said if name is not None and counts[name] == 1}
 
 
 def variable_containers(variables: Mapping[str, OptimizerVariable], moved: Mapping[str, str]) -> Mapping[str, set[str]]:

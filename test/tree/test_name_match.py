@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from paddle_dist_ckpt.tree import names as names_module
 from paddle_dist_ckpt.tree.name_match import NameMatch
 from paddle_dist_ckpt.tree.names import Names
 
@@ -243,3 +244,14 @@ def test_master_weights_of_known_parameters_are_not_told_by_the_names_of_these()
     one, other = "/o/master_weights/p_0.w_0", "/o/p_0.w_0_fp32_master_0"
     for path, its in ((one, other), (other, one)):
         assert match({"/m/w": "p_5.w_0", path: None}, {"/m/w": "p_0.w_0", its: None})[its] is None
+
+
+def test_stored_master_weights_are_looked_for_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each of many ranks that lack a tensor it would take seconds."""
+    asked = list[str]()
+    monkeypatch.setattr(names_module, "master_of_run", lambda path: asked.append(path))
+    stored = Names(["/o/a", "/o/b"], [None, None])
+    for _ in range(3):
+        wanted = Names(["/o/c_moment1_0"], [None])
+        assert NameMatch(stored, {"/o/a": 0, "/o/b": 1}, wanted, {}).places(wanted.paths) == [None]
+    assert asked == ["/o/a", "/o/b"]
