@@ -21,7 +21,7 @@ from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
 from ..tree.names import SCHEDULER, Names, may_be_of_run, may_end_in_name, scheduler_of
-from ..tree.paths import ListIndex, Part, TupleIndex, is_own, join, parent_of, plain_key, rank_of
+from ..tree.paths import ListIndex, Part, TupleIndex, containers_of, is_own, join, parent_of, plain_key, rank_of
 from .flat_keys import FlatKeys
 from .hints import Hint, Hints
 from .key_map import matcher, path_of_key
@@ -300,7 +300,10 @@ class Answering:
     def _answer_parts_of_schedulers(
         self, wanted: WantedPaths, moved: Mapping[str, str], schedulers: set[str], found: _Draft
     ) -> None:
-        """What else is stored in the dicts that a learning rate's scheduler has now: one may add to them as it goes."""
+        """What else is stored in the dicts that a learning rate's scheduler has now: one may add to them as it goes.
+
+        Lists stay as long as they are, and what is of another kind than what is stored was looked at by itself.
+        """
         places = dict[str, str]()
         for path, present in wanted.values.items():
             scheduler = scheduler_of(path)
@@ -310,14 +313,16 @@ class Answering:
             if rest and source.endswith(rest):
                 name = rest.split("/", 2)[1]
                 places[f"{scheduler}/{name}"] = f"{source.removesuffix(rest)}/{name}"
+        everything = chain(wanted.values, wanted.others, wanted.tensors) if places else ()
+        here = {path for path in everything if SCHEDULER in path}
+        dicts = containers_of(here) | {path for path in here if wanted.values.get(path) in ("empty", "nothing")}
         for path, source in places.items():
             for stored in self._below(source):
-                of_path = path + stored[len(source) :]
-                if (
-                    of_path not in wanted.values
-                    and of_path not in wanted.others
-                    and (self._is_value(stored) or self._is_array(stored))
-                ):
+                of_path = added = path + stored[len(source) :]
+                while parent_of(added) not in dicts:
+                    added = parent_of(added)
+                fits = added not in here and not added.startswith(_NO_KEYS, added.rindex("/") + 1)
+                if fits and (self._is_value(stored) or self._is_array(stored)):
                     self._take(stored, of_path, found)
 
     def _lack(self, path: str, source: str, found: _Draft, is_tensor: bool = False) -> None:

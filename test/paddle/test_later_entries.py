@@ -321,6 +321,30 @@ def test_what_an_optimizers_scheduler_adds_to_its_dicts_is_loaded(tmp_path: Path
     assert "optimizer.LR_Scheduler.rates.1" in fewer.unused_keys
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_and_values_in_a_scheduler_stay_where_longer_ones_or_dicts_are_stored(tmp_path: Path, kind: Any) -> None:
+    """What is in them cannot be added to what is there. A list of arrays was set though it was said to be left."""
+
+    def make(count: int, rates: Any, arrays: Any) -> Any:
+        scheduler = Remembering()
+        scheduler.deep = {"phases": kind({"of": i, "at": np.full([1], i)} for i in range(count)), "arrays": arrays}
+        scheduler.rates = rates
+        return scheduler
+
+    save_state_dict(_scheduled(make(3, {"0": 0.5, "of": {"1": 0.5}}, [np.zeros(1), 1.0])), tmp_path)
+    again = make(1, {"0": 0.1, "of": {"1": 0.1}}, [2.0])
+    again.deep["phases"][0]["of"] = 7
+    rates = LoadOptions(key_map={"optimizer.LR_Scheduler.deep.arrays": None})
+    report = load_state_dict(_scheduled(again), tmp_path, options=rates)
+    assert again.deep == {"phases": kind([{"of": 0, "at": np.zeros(1)}]), "arrays": [2.0]}
+    assert again.rates == {"0": 0.5, "of": {"1": 0.5}}
+    assert "optimizer.LR_Scheduler.deep.phases.2.of" in report.unused_keys
+    other = make(1, {"0": 0.1, "of": 3}, [2.0])
+    report = load_state_dict(_scheduled(other), tmp_path, options=LoadOptions(strict=False))
+    assert (other.rates, other.deep["arrays"]) == ({"0": 0.5, "of": 3}, [2.0])
+    assert {"optimizer.LR_Scheduler.rates.of", "optimizer.LR_Scheduler.deep.arrays"} <= {*report.skipped_keys}
+
+
 def test_an_array_may_be_what_a_plateau_compares_with(tmp_path: Path) -> None:
     """Paddle's scheduler takes metrics that are arrays, and keeps the best one: None at first."""
     plateau = paddle.optimizer.lr.ReduceOnPlateau
