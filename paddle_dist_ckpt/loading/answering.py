@@ -138,7 +138,7 @@ class Answering:
         if "object" in wanted.values.values():
             asked = dict.fromkeys(wanted.tensors) | places
             apart = {path for path, present in wanted.values.items() if present not in ("empty", "nothing")}
-            apart.update(wanted.spared)
+            apart.update(wanted.spared, schedulers)
         for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
             if "/~l" in source or "/~t" in source:
@@ -315,7 +315,9 @@ class Answering:
                 places[f"{scheduler}/{name}"] = f"{source.removesuffix(rest)}/{name}"
         everything = chain(wanted.values, wanted.others, wanted.tensors) if places else ()
         here = {path for path in everything if SCHEDULER in path}
-        dicts = containers_of(here) | {path for path in here if wanted.values.get(path) in ("empty", "nothing")}
+        containers = containers_of(here)
+        dicts = containers | {path for path in here if wanted.values.get(path) in ("empty", "nothing")}
+        here |= containers
         for path, source in places.items():
             for stored in self._below(source):
                 of_path = added = path + stored[len(source) :]

@@ -325,6 +325,18 @@ def test_what_an_optimizers_scheduler_adds_to_its_dicts_is_loaded(tmp_path: Path
 def test_lists_and_values_in_a_scheduler_stay_where_longer_ones_or_dicts_are_stored(tmp_path: Path, kind: Any) -> None:
     """What is in them cannot be added to what is there. A list of arrays was set though it was said to be left."""
 
+    class Trainer:
+        """An object that has an optimizer in its state."""
+
+        def __init__(self, scheduler: Any) -> None:
+            self.job, self.given = _scheduled(scheduler), dict[str, Any]()
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.job
+
+        def set_state_dict(self, state: dict[str, Any]) -> None:
+            self.given = state
+
     def make(count: int, rates: Any, arrays: Any) -> Any:
         scheduler = Remembering()
         scheduler.deep = {"phases": kind({"of": i, "at": np.full([1], i)} for i in range(count)), "arrays": arrays}
@@ -339,10 +351,21 @@ def test_lists_and_values_in_a_scheduler_stay_where_longer_ones_or_dicts_are_sto
     assert again.deep == {"phases": kind([{"of": 0, "at": np.zeros(1)}]), "arrays": [2.0]}
     assert again.rates == {"0": 0.5, "of": {"1": 0.5}}
     assert "optimizer.LR_Scheduler.deep.phases.2.of" in report.unused_keys
+    save_state_dict({"trainer": Trainer(make(3, {"0": 0.5, "1": 2}, [2.0]))}, tmp_path / "in an object")
+    again = make(1, {"0": 0.1}, [3.0])
+    trainer = Trainer(again)
+    load_state_dict({"trainer": trainer}, tmp_path / "in an object")
+    assert trainer.given["optimizer"] is trainer.job["optimizer"]
+    assert (len(again.deep["phases"]), again.deep["arrays"], again.rates) == (1, [2.0], {"0": 0.5, "1": 2})
     other = make(1, {"0": 0.1, "of": 3}, [2.0])
     report = load_state_dict(_scheduled(other), tmp_path, options=LoadOptions(strict=False))
     assert (other.rates, other.deep["arrays"]) == ({"0": 0.5, "of": 3}, [2.0])
     assert {"optimizer.LR_Scheduler.rates.of", "optimizer.LR_Scheduler.deep.arrays"} <= {*report.skipped_keys}
+    save_state_dict(_scheduled(make(1, {"0": 0.5, "of": np.zeros(1)}, [2.0])), tmp_path, unique_id=1)
+    other = make(1, {"0": 0.1, "of": {"1": 3}}, [2.0])
+    report = load_state_dict(_scheduled(other), tmp_path, unique_id=1, options=LoadOptions(strict=False))
+    assert other.rates == {"0": 0.5, "of": {"1": 3}}
+    assert report.skipped_keys == ("optimizer.LR_Scheduler.rates.of.1",)
 
 
 def test_an_array_may_be_what_a_plateau_compares_with(tmp_path: Path) -> None:
