@@ -169,7 +169,7 @@ class Fit:
         known = {*self.answer.skipped, *(problem.path for problem in self.problems)}
         paths = self._distributed(others.keys() - known)
         self.targets.leave(set(paths))
-        found = [others[path] for path in paths]
+        found = [Mismatch(others[path].key, others[path].text, path) for path in paths]
         self.problems += found
         return found
 
