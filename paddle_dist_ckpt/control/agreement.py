@@ -88,8 +88,11 @@ class _AgreedSession:
             if doubtful:
                 hub.doubt()
             assert isinstance(meeting, Session)
+            meeting.wait_to_be_followed()  # or the calls of several threads would be matched crosswise
             self._made = hub.session(self._kind, self._timeout, meeting)
-            return self._made.__enter__()
+            session = self._made.__enter__()
+            meeting.be_followed()
+            return session
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise

@@ -160,14 +160,14 @@ class Board(ABC):
             if self.table is not None:
                 self.table.unheard.pop(session.number, None)
 
-    def ahead_of(self, session: MemberSession) -> MemberSession | None:
-        """The first session whose collectives come before those of this one.
+    def ahead_of(self, session: MemberSession, counts: Callable[[MemberSession], bool]) -> MemberSession | None:
+        """The first session before this one that counts, as those do whose collectives are still to come.
 
         A thread that opens a session while it is in another one could not wait for that.
         """
         with self.lock:
             ahead = (one for number, one in sorted(self._sessions.items()) if number < session.number)
-            return next((one for one in ahead if one.may_collect and one.opener != session.opener), None)
+            return next((one for one in ahead if counts(one) and one.opener != session.opener), None)
 
     def doubt(self) -> None:
         """On the coordinator: be doubtful until a session succeeds, since ranks may not be at the same calls."""

@@ -29,6 +29,7 @@ class MemberSession:
         group_moved: When some rank last said that it does.
         opener: Which thread opened the session.
         may_collect: Whether work that blocks in collectives may still come.
+        is_followed: Whether the session with the coordinator that its kind names has been opened after it.
     """
 
     def __init__(self, number: int, kind: str, rank: int, coordinator: int, timeout: float, now: float) -> None:
@@ -49,6 +50,7 @@ class MemberSession:
         self._coordinator_left = False
         self.opener = 0
         self.may_collect = True
+        self.is_followed = False
         self.round = -1
         self.round_name = ""
         self._replies: dict[int, bytes] = {}

@@ -184,7 +184,7 @@ class Session:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
         self._transports.append(transport)
         self.check()
-        self._wait_for_earlier()
+        self._wait_for_earlier(self._place or self, lambda one: one.may_collect)
         task, member = _Collectives(transport), self._member
         member.moved_since = task.moved_since
         nonce = f"{self.ranks} {self.coordinator} {member.number} {member.round} {member.round_name}"
@@ -207,18 +207,34 @@ class Session:
         if self._place is not None:
             self._place.end_collectives()
 
-    def _wait_for_earlier(self) -> None:
-        """Wait until the collectives of sessions before this one are over.
+    def wait_to_be_followed(self) -> None:
+        """Wait until those before this one that name the same coordinator are followed by sessions with that.
 
         Raises:
             CheckpointTimeoutError: they are not within the timeout.
         """
+        named = self._kind.partition(wire.NAMED_COORDINATOR)[2]
+        self._wait_for_earlier(
+            self, lambda one: not one.is_followed and one.kind.partition(wire.NAMED_COORDINATOR)[2] == named
+        )
+
+    def be_followed(self) -> None:
+        """The session with the coordinator that this one names has been opened."""
+        with self._board.lock:
+            self._member.is_followed = True
+            self._board.changed.notify_all()
+
+    def _wait_for_earlier(self, place: Session, counts: Callable[[MemberSession], bool]) -> None:
+        """Wait until no session before this one counts any more, by the order that ``place`` has.
+
+        Raises:
+            CheckpointTimeoutError: one still does after the timeout.
+        """
         board, member, until = self._board, self._member, time.monotonic() + self._timeout
-        place = self._place or self
         pause = LONGEST_WAIT if place is self else _POLL_SECONDS  # the other hub's news do not come here
 
         def is_next() -> bool | None:
-            ahead = place._board.ahead_of(place._member)
+            ahead = place._board.ahead_of(place._member, counts)
             if ahead is not None and time.monotonic() > until:
                 raise CheckpointTimeoutError(
                     f"{member.kind} has waited {self._timeout:g} s for another thread's {ahead.kind} on the same group"

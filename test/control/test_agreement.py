@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from paddle_dist_ckpt.control import AgreedHub, RefusingHub
+from paddle_dist_ckpt.control.session import Session
 from paddle_dist_ckpt.core.protocols import ControlHub
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError
 from paddle_dist_ckpt.testing.in_process import InProcessWorld
@@ -113,6 +115,43 @@ def test_different_calls_that_name_one_coordinator_are_no_different_coordinators
     results = job.call({0: 2, 1: 2, 2: 2}, {1: "load"})
     each(results, CheckpointError, lambda error: "rank 1 calls 'load with" in str(error))
     works(job, 2)
+
+
+@pytest.mark.parametrize("coordinators", [(1, 1), (1, 2)])
+def test_calls_of_two_threads_are_matched_by_their_order_also_if_one_goes_on_late(
+    monkeypatch: pytest.MonkeyPatch, coordinators: tuple[int, int]
+) -> None:
+    job, enter = Job(), Session.__enter__
+    for coordinator in coordinators:
+        works(job, coordinator)
+    begun = [threading.Event() for _ in range(RANKS)]
+
+    def late(session: Session) -> Session:
+        if threading.current_thread().name == "0 first" and session._place is not None:
+            time.sleep(0.5)
+        opened = enter(session)
+        begun[session.rank].set()
+        return opened
+
+    def call(rank: int, name: str) -> None:
+        if name == "second":
+            assert begun[rank].wait(10)
+        hub = job.hub(rank, coordinators[name == "second"])
+        with hub.session("save", LONG) as session:
+            said[rank, name] = session.gather_scatter("plan", name.encode, lambda parts: dict.fromkeys(parts, parts[0]))
+
+    monkeypatch.setattr(Session, "__enter__", late)
+    said: dict[tuple[int, str], bytes] = {}
+    threads = [
+        threading.Thread(target=call, args=(rank, name), name=f"{rank} {name}", daemon=True)
+        for rank in range(RANKS)
+        for name in ("first", "second")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert said == {(rank, name): name.encode() for rank in range(RANKS) for name in ("first", "second")}
 
 
 @pytest.mark.parametrize("others", [0, 1, 7])
