@@ -15,7 +15,17 @@ from ..core.text import encodable
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailureError
 from .keys import TOKEN_BYTES
 
-__all__ = ["BootstrapStore", "Rendezvous", "address_of", "fetch", "local_address", "publish", "refuse", "unreachable"]
+__all__ = [
+    "BootstrapStore",
+    "Rendezvous",
+    "address_of",
+    "fetch",
+    "local_address",
+    "not_set_up",
+    "publish",
+    "refuse",
+    "unreachable",
+]
 
 
 _POLL_SECONDS = 0.1
@@ -115,6 +125,15 @@ def unreachable(coordinator: int, what: str, error: OSError) -> RankFailureError
     return RankFailureError(text, {coordinator: CheckpointError(str(error))})
 
 
+def not_set_up(coordinator: int, timeout: float) -> CheckpointTimeoutError:
+    """The error of a rank that has waited for the coordinator's address in vain."""
+    text = (
+        f"rank {coordinator}, the coordinator, did not set up its control hub within {timeout:g} s; "
+        f"see whether it is alive and makes the same calls in the same order"
+    )
+    return CheckpointTimeoutError(text, [coordinator])
+
+
 def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int, attempt: int) -> Rendezvous:
     """Learn where the coordinator is, whatever version it runs. This rank knows that an attempt before this one failed.
 
@@ -137,11 +156,7 @@ def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int, att
                 raise TimeoutError(key)
             time.sleep(_POLL_SECONDS)
     except TimeoutError as error:
-        text = (
-            f"rank {coordinator}, the coordinator, did not set up its control hub within {timeout:g} s; "
-            f"see whether it is alive and makes the same calls in the same order"
-        )
-        raise CheckpointTimeoutError(text, [coordinator]) from error
+        raise not_set_up(coordinator, timeout) from error
     except OSError as error:
         raise unreachable(coordinator, "was lost before its control hub was known", error) from error
     try:

@@ -23,7 +23,7 @@ from paddle.base import core
 from paddle.distributed.communication.group import Group, _GroupManager
 
 from ..control import AgreedHub, RefusingHub, TcpHub
-from ..control.bootstrap import unreachable
+from ..control.bootstrap import not_set_up, unreachable
 from ..control.ranks import Ranks
 from ..core.protocols import ControlHub
 from ..errors import CheckpointError, RankFailureError
@@ -182,13 +182,17 @@ def _hub(kept: _Kept, group: Any, members: tuple[int, ...], rank: int, coordinat
     making = kept.making.setdefault(coordinator, threading.Lock())
 
     def make() -> TcpHub:
-        with making:
+        if not making.acquire(timeout=timeout):  # a call that was interrupted waits longer for the coordinator
+            raise not_set_up(coordinator, timeout)
+        try:
             if coordinator not in kept.hubs:
                 kept.hubs[coordinator] = _made_hub(attempts, group, members, rank, coordinator, timeout)
             hub = kept.hubs[coordinator]
             hub.pass_over(attempts)
             hub.announce()  # if that failed before, others may have come to this one all the same
             return hub
+        finally:
+            making.release()
 
     return _started(make, "paddle_dist_ckpt connection").result()
 

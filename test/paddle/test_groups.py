@@ -481,6 +481,25 @@ def test_an_address_that_the_store_takes_late_leads_to_the_hub_that_there_is(mon
     assert max(len(first), len(other)) < 3, (first, other)
 
 
+def test_a_call_waits_no_longer_than_its_own_timeout_for_what_an_interrupted_one_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted_once(call: Callable[[], Any], name: str) -> Any:
+        monkeypatch.setattr(groups, "_started", started)
+        started(call, name)
+        raise KeyboardInterrupt
+
+    store, started, group = Store(), groups._started, SimpleNamespace(id=0, ranks=[0, 1])
+    monkeypatch.setattr(groups, "_PaddleStore", lambda timeout: store)
+    monkeypatch.setattr(groups, "_started", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        groups._connection(group, (0, 1), 1, 0, 10.0)
+    begun = time.monotonic()
+    with pytest.raises(CheckpointTimeoutError, match=r"within 0\.2 s"):
+        groups._connection(group, (0, 1), 1, 0, 0.2)
+    assert time.monotonic() - begun < 5
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_first_call_that_was_interrupted_leaves_nothing_in_the_way_of_the_next(
     monkeypatch: pytest.MonkeyPatch, victim: int
