@@ -230,7 +230,8 @@ def _engine(
 
         def shape_propagation(self) -> None:
             for one in (one for statement in self.statements for one in statement.attrs if one.key == "permute"):
-                if not str(one.value).startswith("["):  # Paddle 3.3.1 takes it for a cast of what has another shape
+                # Paddle 3.3.1 takes it for a cast of what has another shape. In reverse it makes a list of any axes.
+                if not (self.aoa_config_reverse or str(one.value).startswith("[")):
                     raise ValueError(f"permute must be a list of axes, such as '[1, 0]', not {one.value!r}")
             # Paddle 3.3.1 takes a tensor that is split in one, or made of one, for the same under two names, of which
             # one is left where nothing is said to be wanted.

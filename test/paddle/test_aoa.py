@@ -590,6 +590,17 @@ def test_statements_that_cannot_be_done(tmp_path: Path, statements: list[str], t
     assert text in str(error)
 
 
+def test_axes_that_are_no_list_are_taken_in_reverse(tmp_path: Path) -> None:
+    """Of these Paddle's engine makes a list."""
+    array = array_of((4, 6, 2), "float32", 0)
+    save_state_dict({"x": tensor_of(array)}, tmp_path)
+    for axes in ("(1, 2, 0)", "1, 2, 0", "[1, 2, 0]"):
+        config = {"aoa_statements": [f'a -> x, permute="{axes}"'], "aoa_config_reverse": True}
+        target = paddle.zeros([2, 4, 6])
+        load_state_dict({"a": target}, tmp_path, options=LoadOptions(aoa_config=config))
+        assert_same(to_array(target), array.transpose(2, 0, 1))
+
+
 def test_states_are_not_left_as_they_lie_where_a_permutation_is_none(tmp_path: Path) -> None:
     """Of these alone there is nothing that would be cast to what it is taken for."""
     state = {"x.w_0": np.full((3, 3), 7, "float32")}
