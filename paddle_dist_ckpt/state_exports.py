@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from .files.names import DEFAULT_SUFFIX
 from .folder.checkpoint import read_checkpoint
 from .folder.hidden import HiddenFolder
 from .loading.merged import add_leaf
+from .loading.recipes import match_recipes
 from .loading.staging import piece_bytes
 from .loading.stored_tensors import stored_tensors
 from .loading.wording import LEFT_BY_AOA
@@ -106,7 +108,10 @@ def export_filled_with(
         state.update(zip(mine, leaves.tensors, strict=True))
         return state, adapter
 
-    report = load_with(ranks, find, path, metadata.unique_id, options, offload)
+    recipes = options.recipes or {}  # those of what is not asked for, or not stored, make nothing that is written
+    patterns = match_recipes(recipes, {key: key for key in keys}).patterns
+    filling = dataclasses.replace(options, recipes={key: one for key, one in recipes.items() if patterns[key]} or None)
+    report = load_with(ranks, find, path, metadata.unique_id, filling, offload)
     if ranks.rank == coordinator:
         _warn_of_new(options, stored)
     left = set(report.skipped_keys)

@@ -929,6 +929,20 @@ def test_a_merge_by_a_pattern_of_what_is_wanted(tmp_path: Path) -> None:
     assert [merged[f"m.{i}.x"].tolist() for i in range(2)] == [[0, 1], [2, 3]]
 
 
+def test_a_merge_goes_on_without_the_recipes_of_what_it_does_not_write(tmp_path: Path) -> None:
+    """They are for the program's loads: of keys that are not stored, or not asked for."""
+    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    keys = ("a", "b", "m.a", "m.b")
+    save_state_dict({key: paddle.full([2], number) for number, key in enumerate(keys)}, tmp_path / "saved")
+    recipes = {"b": stored("a"), "m.b": stored("m.a"), "new": stored("a"), "n.{x}": stored("m.{x}")}
+    with install(load_options=LoadOptions(recipes=recipes)):
+        home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "all")
+        home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "part", prefix="m")
+    everything, part = (load_merged_state_dict(tmp_path / name, flat=True) for name in ("all", "part"))
+    assert [everything[key].tolist() for key in keys] == [[0, 0], [0, 0], [2, 2], [2, 2]]
+    assert {key: tensor.tolist() for key, tensor in part.items()} == {"m.a": [2, 2], "m.b": [2, 2]}
+
+
 def test_a_merge_in_static_mode(tmp_path: Path) -> None:
     home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
     save_state_dict({"a": paddle.ones([2]), "b": paddle.zeros([2])}, tmp_path / "saved")
