@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -34,6 +35,7 @@ from paddle_dist_ckpt.files.names import metadata_name
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
 from paddle_dist_ckpt.manager.retention import Retention
 from paddle_dist_ckpt.manager.steps import step_folder
+from paddle_dist_ckpt.storage import local_files
 from test.strategies import examples
 from test.system_calls import SystemCalls
 
@@ -287,6 +289,12 @@ class ManagerSequences(Refusals):
 def check_same(loaded: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     assert loaded["number"] == state["number"]
     assert np.array_equal(loaded["w"], state["w"])
+
+
+@pytest.fixture(autouse=True)
+def _not_stale_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that the disk calls stale, once, is waited for: that much less."""
+    monkeypatch.setattr(local_files, "_STALE_SECONDS", 0.1)
 
 
 def test_folders() -> None:
