@@ -133,8 +133,8 @@ class PaddleAdapter:
 
     def _of_variable(self, tensor: Any, number: str) -> str | None:
         """The name of what is called by a number. That tells something of what an optimizer may step, for it calls
-        accumulators after it."""
-        if not tensor.stop_gradient:
+        accumulators after it; copies of such are called otherwise in each save, which could keep no plan."""
+        if not tensor.stop_gradient and tensor.is_leaf:
             return number
         return self._variables.get(tensor.data_ptr()) if self._variables and tensor._is_initialized() else None
 

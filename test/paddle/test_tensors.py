@@ -478,3 +478,16 @@ def test_what_an_optimizer_has_for_tensors_that_operations_returned(tmp_path: Pa
     assert {"optimizer.a.moment1", "optimizer.b.moment1"} < read_metadata(tmp_path).state_dict_metadata.keys()
     load_state_dict(target, tmp_path)
     assert go_on(target) == go_on(saved)
+
+
+@pytest.mark.parametrize("others", [0, 20])
+def test_copies_of_what_is_trained_are_not_called_by_numbers(others: int) -> None:
+    """They are others in each save, and no plan would be the next one's."""
+    weight = paddle.nn.Linear(2, 2).weight
+    leaf = paddle.ones([2, 2])
+    leaf.stop_gradient = False
+    tensors = [weight, weight.clone(), weight * 2, leaf, leaf.clone(), *(paddle.ones([2]) for _ in range(others))]
+    adapter = PaddleAdapter(0)
+    views = adapter.views(tensors)
+    for names in (adapter.names(tensors), *([] if views is None else [views.names])):
+        assert [i for i, name in enumerate(names) if name is not None] == [0, 3]
