@@ -65,6 +65,7 @@ class PaddleAdapter:
         self._likely: dict[tuple[Any, ...], KnownTensor] = {}  # the last one of each look
         self._last: KnownTensor | None = None
         self._sharded: dict[tuple[WeightPart, DType, bool], tuple[Geometry, tuple[int, ...]]] = {}
+        self._stepped: set[str] = set()  # the names of what is frozen and has an optimizer
         self._viewed: dict[int, KnownTensor] = {}  # by the id of each Paddle tensor that was looked at
         self.devices = PaddleDevices() if has_devices() else None
         self._piece_bytes = piece_bytes
@@ -93,6 +94,7 @@ class PaddleAdapter:
         value = unwrapped(value)
         if objects.is_optimizer(value):
             objects.check_optimizer(value, key)
+            self._stepped.update(one.name for one in objects.parameters_of(value) if one.stop_gradient)
             return ObjectKind.OPTIMIZER, objects.optimizer_state(value)
         if is_program(value):
             return ObjectKind.PROGRAM, program_state(value, key)
@@ -132,9 +134,10 @@ class PaddleAdapter:
         return name if not name.startswith(_NUMBERED) else self._of_variable(tensor, name)
 
     def _of_variable(self, tensor: Any, number: str) -> str | None:
-        """The name of what is called by a number. That tells something of what an optimizer may step, for it calls
-        accumulators after it; copies of such are called otherwise in each save, which could keep no plan."""
-        if not tensor.stop_gradient and tensor.is_leaf:
+        """The name of what is called by a number. That tells something of what an optimizer may step, or would if it
+        were not frozen, for it calls accumulators after it; copies of such have another one in each save, which could
+        keep no plan."""
+        if (not tensor.stop_gradient and tensor.is_leaf) or number in self._stepped:
             return number
         return self._variables.get(tensor.data_ptr()) if self._variables and tensor._is_initialized() else None
 

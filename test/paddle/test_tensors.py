@@ -491,3 +491,33 @@ def test_copies_of_what_is_trained_are_not_called_by_numbers(others: int) -> Non
     views = adapter.views(tensors)
     for names in (adapter.names(tensors), *([] if views is None else [views.names])):
         assert [i for i, name in enumerate(names) if name is not None] == [0, 3]
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1)])
+def test_what_an_optimizer_has_for_tensors_that_operations_returned_and_that_are_frozen(
+    tmp_path: Path, frozen: tuple[int, ...]
+) -> None:
+    """In the job that saves, in that which loads, or in both."""
+
+    def job(names: str) -> dict[str, Any]:
+        tensors = {name: paddle.full([2], float(ord(name))) for name in names}
+        for tensor in tensors.values():
+            tensor.stop_gradient = False
+        optimizer = paddle.optimizer.Adam(0.1, parameters=list(tensors.values()))
+        return {**tensors, "optimizer": optimizer}
+
+    def step(state: dict[str, Any]) -> list[float]:
+        (state["a"].sum() + (state["b"] ** 2).sum()).backward()
+        state["optimizer"].step()
+        state["optimizer"].clear_grad()
+        return [float(state[name][0]) for name in "ab"]
+
+    jobs = job("ab"), job("ba")
+    step(jobs[0])
+    for number, state in enumerate(jobs):
+        state["a"].stop_gradient = number in frozen
+    save_state_dict(jobs[0], tmp_path)
+    load_state_dict(jobs[1], tmp_path)
+    for state in jobs:
+        state["a"].stop_gradient = False
+    assert step(jobs[0]) == step(jobs[1])
