@@ -258,7 +258,7 @@ class Answering:
 
     def _answer_value(self, path: str, source: str, present: str, arrays: Container[str], found: _Draft) -> None:
         """A value that is wanted at a path, and would be stored at ``source``; ``arrays``: see ``_answer_object``."""
-        is_array = scheduler_of(path) is not None and self._is_array(source)
+        is_array = scheduler_of(path) is not None and self._is_array(source) and present not in DICTS
         if scheduler_of(path) is not None and self._looks_like_array(source) and (present == "none" or path in arrays):
             found.arrays.add(self._index[source])
             is_array = True

@@ -366,6 +366,8 @@ def test_lists_and_values_in_a_scheduler_stay_where_longer_ones_or_dicts_are_sto
     report = load_state_dict(_scheduled(other), tmp_path, unique_id=1, options=LoadOptions(strict=False))
     assert other.rates == {"0": 0.5, "of": {"1": 3}}
     assert report.skipped_keys == ("optimizer.LR_Scheduler.rates.of.1",)
+    with pytest.raises(StateDictMismatchError, match="of: the state_dict has a dict, in the checkpoint it is a t"):
+        load_state_dict(_scheduled(make(1, {"0": 0.1, "of": {}}, [2.0])), tmp_path, unique_id=1)
 
 
 def test_an_array_may_be_what_a_plateau_compares_with(tmp_path: Path) -> None:
