@@ -289,6 +289,8 @@ class Answering:
                 del self._values[above], self._paths[bisect.bisect_left(self._paths, above)]
                 below = dict(leaf for part, tree in parts.items() for leaf in _leaves(join(above, part), tree))
                 self._values |= below
+                if above in self._asked_values:
+                    self._asked_values.update(below)
                 place = bisect.bisect_left(self._paths, above + "/")
                 self._paths[place:place] = sorted(below)
 

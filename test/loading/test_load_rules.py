@@ -316,6 +316,22 @@ def test_a_list_of_objects_and_one_of_what_they_return_can_load_each_other(tmp_p
             assert alike([nested["l"]["in"][0], nested["l"]["in"][1].state, nested["l"]["in"][2]], states)
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_key_map_says_where_a_list_of_what_objects_return_is(tmp_path: Path, kind: Any) -> None:
+    states = kind([{"n": 3}, {"n": 4, "l": [5]}])
+    for number, stored in enumerate((states, kind(map(counter, states)))):
+        save_alone({"x": {"a": stored}}, tmp_path, number)
+        for key_map in ({"b": "x.a"}, {"b.0": "x.a.0", "b.1": "x.a.1"}, {"b.0": "x.a.1", "b.1": "x.a.0"}):
+            target: dict[str, Any] = {"b": kind([Counter(), Counter()])}
+            load_alone(target, tmp_path, options=LoadOptions(key_map=key_map))
+            assert [one.state for one in target["b"]] == list(states[:: 1 if key_map.get("b.0") != "x.a.1" else -1])
+    with pytest.raises(StateDictMismatchError, match=r"missing \(looked up as 'x.a.2'\)"):
+        load_alone({"b": Counter()}, tmp_path, 0, LoadOptions(key_map={"b": "x.a.2"}))
+    both: dict[str, Any] = {"x": {"a": kind([None])}, "b": Counter()}
+    report = load_alone(both, tmp_path, 0, LoadOptions(key_map={"b": "x.a.0"}, strict="all"))
+    assert (both["x"]["a"], both["b"].state, report.unused_keys) == (states, {"n": 3}, ())
+
+
 def test_of_a_list_of_values_what_no_object_takes_is_not_asked_for(tmp_path: Path) -> None:
     save_alone({"l": [{"n": 1, "m": [2]}, {"n": 3}, 4]}, tmp_path)
     target: dict[str, Any] = {"l": [Counter()]}
