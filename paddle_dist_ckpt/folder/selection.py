@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import fnmatch
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from ..files.metadata import Metadata
 from ..tree.paths import WILDCARD, flat_keys, plain_key, plain_keys
 from ..visible import visible
 
-__all__ = ["Chosen", "Selection", "below", "checked_keys", "select", "select_keys", "unread"]
+__all__ = ["Chosen", "Selection", "below", "checked_keys", "select", "select_keys", "selected_of", "unread"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
@@ -117,6 +117,16 @@ def select_keys(paths: dict[str, str], selection: Selection) -> dict[str, str]:
         raise CheckpointNotFoundError(f"no key matches {_some(unmatched)}; there are, for example: {examples}")
     wanted = set().union(*matched.values())
     return {key: path for key, path in chosen.items() if path in wanted}
+
+
+def selected_of(keys: Iterable[str], selection: Selection) -> list[str]:
+    """Those of some flat keys that are selected; a prefix is the beginning of a key before a dot."""
+    prefix = "" if selection.prefix is None else f"{selection.prefix}."
+    chosen = {key: key for key in keys if key.startswith(prefix)}
+    if selection.keys is None:
+        return list(chosen)
+    wanted = set().union(*_matching(chosen, selection.keys).values())
+    return [key for key in chosen if key in wanted]
 
 
 def below(path: str, prefix: str | None) -> str | None:

@@ -11,7 +11,7 @@ from ..core.parts import Arranged, SourceTensor
 from ..core.shards import Kind
 from ..errors import StateDictMismatchError, UnsupportedValueError
 from ..files.metadata import Metadata
-from ..folder.selection import Chosen, Selection, below, select, select_keys
+from ..folder.selection import Chosen, Selection, below, select, select_keys, selected_of
 from ..tree.paths import is_own, join
 from ..visible import each_visible, visible
 from .answering import Answering
@@ -49,7 +49,8 @@ def choose(
     if arranger is None:
         return Chosen(select(metadata, selection), {}, {})
     stored = stored_tensors(metadata)
-    made, _, problems = arranger.make(stored, Answering(metadata, [], {}).what_is)
+    made, _, problems, unfit = arranger.make(stored, Answering(metadata, [], {}).what_is)
+    problems += [f"{key}: {unfit[key]}" for key in selected_of(unfit, selection)]
     advice = "LoadOptions(strict=False) loads what fits"
     if strict == "all":
         idle = arranger.idle(stored, None)

@@ -22,12 +22,14 @@ class AllMade(NamedTuple):
     Attributes:
         tensors: What is made, or left as it is stored, by flat key.
         sources: The flat keys that recipes speak of, those that do not fit as well.
-        problems: What does not fit, a line each.
+        problems: What does not fit of the recipes, a line each.
+        unfit: The flat keys for which the rest says what cannot be made, with the reasons.
     """
 
     tensors: dict[str, Arranged]
     sources: set[str]
     problems: list[str]
+    unfit: dict[str, str]
 
 
 class RecipeArranger:
@@ -83,9 +85,8 @@ class RecipeArranger:
             for key, one in kept.items()
             if not is_itself(key, one, stored) and (text := _why_unfit(one, stored, absent))
         }
-        problems += [f"{key}: {text}" for key, text in unfit.items()]
         kept = {key: one for key, one in kept.items() if key not in unfit}
-        return AllMade({**kept, **made}, set(matching.sources), problems + more)
+        return AllMade({**kept, **made}, set(matching.sources), problems + more, unfit)
 
 
 def arranger_for(options: LoadOptions, rest: Arranger | None) -> RecipeArranger | None:

@@ -767,6 +767,23 @@ def test_what_does_not_fit_is_made_nowhere(tmp_path: Path, statement: str, shape
         assert set(load_merged_state_dict(tmp_path / "saved", options=options)) == {"x"}
 
 
+@pytest.mark.parametrize("asked", [{"keys": ["x", "m.c"]}, {"prefix": "m"}])
+def test_what_does_not_fit_does_not_matter_if_it_is_not_asked_for(tmp_path: Path, asked: dict[str, Any]) -> None:
+    """Such as the optimizer's states, which one of the parameters does not have, where the others are wanted alone."""
+    keys = ["a", "b", "m.c", "a.moment1_0"]
+    save_state_dict({key: paddle.full([2], number) for number, key in enumerate(keys)}, tmp_path / "saved")
+    options = LoadOptions(aoa_config={"aoa_statements": ["a, b -> x, axis=0"]})
+    expected = {"c": [2, 2]} if "prefix" in asked else {"x": [0, 0, 1, 1], "m.c": [2, 2]}
+    export(tmp_path / "saved", tmp_path / "out", options=options, **asked)
+    for merged in (
+        load_merged_state_dict(tmp_path / "saved", options=options, flat=True, **asked),
+        load_merged_state_dict(tmp_path / "out", flat=True),
+    ):
+        assert {key: tensor.tolist() for key, tensor in merged.items()} == expected
+    with pytest.raises(StateDictMismatchError, match="x.moment1_0: it is made of b.moment1_0"):
+        load_merged_state_dict(tmp_path / "saved", options=options, keys="x.*")
+
+
 def test_powers_of_betas_are_those_of_any_part_that_has_them(tmp_path: Path) -> None:
     power = ".beta1_pow_acc_0"
     state = {"a": paddle.ones([2]), "b": paddle.ones([2]), f"b{power}": paddle.full([1], 0.5)}
