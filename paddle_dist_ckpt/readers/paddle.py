@@ -208,9 +208,11 @@ class _Described:
                 raise CheckpointCorruptedError(reason)
             assembly.leave_out(self._name, self._paths.get(key, (key,)), reason, lost=True)
         unknown = {key: number for number, found in files.items() for key in found if key not in self._shapes}
+        containers = {path[0] for key, path in self._paths.items() if key in self._shapes and len(path) > 1}
         for key, number in unknown.items():
-            file = assembly.files[number].name
-            assembly.leave_out(file, self._paths.get(key, (key,)), f"{file} has it, but {self._name} {_UNKNOWN}")
+            file, path = assembly.files[number].name, self._paths.get(key, (key,))
+            if len(path) > 1 or path[0] not in containers:  # what is below that is stored, and it cannot be both
+                assembly.leave_out(file, path, f"{file} has it, but {self._name} {_UNKNOWN}")
 
     def _type_of(self, key: str, stored: _Stored | None, before: DType | None, file: str) -> DType:
         said = self._types.get(key)

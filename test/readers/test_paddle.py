@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import verify
+from paddle_dist_ckpt import read_metadata, verify
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from paddle_dist_ckpt.readers.catalog import Catalog
@@ -196,6 +196,15 @@ def test_a_key_that_only_a_later_save_had_is_left_out(tmp_path: Path) -> None:
     assert not catalog.lost
     assert all(re.match(r"1_0.distcp has it, but 0.metadata does not", reason) for _, reason in catalog.left_out)
     assert verify(storage).ok
+
+
+def test_a_key_that_only_a_later_save_had_may_be_a_container_here(tmp_path: Path) -> None:
+    metadata, files = halves(mapping={"w": ("model", "w")})
+    files["1_0.distcp"]["model"] = WEIGHT
+    catalog = read(write(tmp_path, metadata, files))
+    assert [tensor.path for tensor in catalog.tensors] == [("model", "w")]
+    assert not catalog.left_out
+    assert set(read_metadata(tmp_path).state_dict_metadata) == {"model.w"}
 
 
 @pytest.mark.parametrize(
