@@ -127,14 +127,17 @@ class Board(ABC):
 
     def number(self, kind: str, timeout: float) -> MemberSession:
         """Make the next session, of which nobody knows until it is opened. Called with the lock held, as `open` is."""
-        made = MemberSession(self._opened, kind, self.rank, self.coordinator, timeout, time.monotonic())
+        number = max(self._opened, max(self._sessions, default=-1) + 1)
+        made = MemberSession(number, kind, self.rank, self.coordinator, timeout, time.monotonic())
         made.opener = threading.get_ident()
         return made
 
     def open(self, session: MemberSession) -> None:
         """Open a session and announce it. One that is over already is failed."""
-        self._opened += 1
+        # IMPORTANT: by this one step it is both counted and there to be left. An interrupt between two would have the
+        # others told of its end, and the next session be of its number.
         self._sessions[session.number] = session
+        self._opened = max(self._opened, session.number + 1)
         if self.broken is not None:
             session.fail(self.broken)
             return
@@ -144,6 +147,10 @@ class Board(ABC):
         if self.coordinator in self.lost:
             session.lose_coordinator()
 
+    def has_opened(self, session: MemberSession | None) -> bool:
+        """Whether a session has been opened, be it that an interrupt came before it was announced, and not left."""
+        return session is not None and self._sessions.get(session.number) is session
+
     def leave(self, session: MemberSession, succeeded: bool) -> None:
         """Close a session: the others no longer count on this rank in it. It may be done again.
 
@@ -151,6 +158,7 @@ class Board(ABC):
         any warning from now on. It does not wait for one that is lost, nor for long.
         """
         with self.lock:
+            self._opened = max(self._opened, session.number + 1)
             self._sessions.pop(session.number, None)
             self.changed.notify_all()  # who waits for its collectives
             self.post(wire.Bye(session.number))

@@ -111,12 +111,12 @@ class Session:
     def __enter__(self) -> Session:
         with self._board.lock:
             self._member: MemberSession = self._board.number(self._kind, self._timeout)
-            self._is_open = True
             self._board.open(self._member)
+            self._is_open = True
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self._is_open:
+        if not (self._is_open or self._board.has_opened(getattr(self, "_member", None))):
             return
         try:
             self._finish(error)

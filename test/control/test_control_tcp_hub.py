@@ -25,6 +25,7 @@ from paddle_dist_ckpt.control.coordinator import CoordinatorSession
 from paddle_dist_ckpt.control.gate import Gate
 from paddle_dist_ckpt.control.introduction import Introduction, differ
 from paddle_dist_ckpt.control.keys import PROTOCOL
+from paddle_dist_ckpt.control.member import MemberSession
 from paddle_dist_ckpt.control.session import Ending
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, StateDictMismatchError
 from paddle_dist_ckpt.testing.hub_conformance.cases import AT_ONCE, LONG, SHORT, in_background, own_number
@@ -1056,6 +1057,27 @@ def test_a_connection_in_whose_sending_an_interrupt_came_is_made_anew_before_it_
     until(lambda: hubs[victim].lost or connection not in hubs[victim]._port.connections, PATIENCE)
     until(lambda: all(hub._port.connections and not hub.lost for hub in hubs), PATIENCE)
     assert both(hubs) == [b"0", b"1"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_session_that_an_interrupt_kept_from_being_opened_is_the_next_one(
+    hubs: list[TcpHub], monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    """Otherwise one rank would come to a session that the others have left."""
+
+    def interrupted(hub: TcpHub, session: MemberSession) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(both, [hubs[1 - victim]])
+        until(lambda: bool(hubs[1 - victim]._sessions), PATIENCE)
+        monkeypatch.setattr(TcpHub, "open", interrupted)
+        made = hubs[victim].session("save", LONG)
+        with pytest.raises(KeyboardInterrupt), Ending(made), made:
+            pass
+        mine = both([hubs[victim]])
+        assert sorted([*mine, *others.result(PATIENCE)]) == [b"0", b"1"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
