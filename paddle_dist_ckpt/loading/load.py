@@ -118,8 +118,8 @@ def load(
         return left
 
     def change(untouched: Container[str]) -> None:
-        entries = zip(scan().tensor_paths, scan().tensors, strict=True)
-        context.adapter.change([tensor for path, tensor in entries if path not in untouched])
+        paths, tensors = scan().tensor_paths, scan().tensors
+        context.adapter.change([one for path, one in zip(paths, tensors, strict=True) if path not in untouched])
 
     def renew(untouched: Container[str], lacking: Container[str]) -> set[str]:
         leaves, adapter = scan(), context.adapter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
+from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -117,8 +118,7 @@ class PaddleAdapter:
         """See :class:`..tree.state_dict.Adapter`. A gradient that needs what they have held is an error then."""
         if not self.tensor_types.issuperset(map(type, tensors)):  # else none need be asked, of which there may be many
             tensors = [tensor for tensor in map(_local, tensors) if isinstance(tensor, paddle.Tensor)]
-        for tensor in tensors:
-            tensor._bump_inplace_version()
+        deque(map(paddle.Tensor._bump_inplace_version, tensors), maxlen=0)
 
     def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> set[int]:
         """See :class:`..tree.state_dict.Adapter`."""
