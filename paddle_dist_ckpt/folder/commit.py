@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from ..core.log import warn_only
 from ..errors import CheckpointError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata
@@ -227,7 +228,7 @@ def aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
     try:
         return _aftermath(lease, unique_id, save_id)
     except Exception as error:
-        _warn("%s: files of replaced saves are left to a later one: %s", lease.storage.location, error)
+        warn_only("%s: files of replaced saves are left to a later one: %s", lease.storage.location, error)
         _speak_again(lease, [save for save in (lease.replaces, *lease.inherited) if save is not None])
         return Aftermath([], [], True)
 
@@ -280,14 +281,8 @@ def finish(lease: Lease, left: Aftermath) -> None:
         else:
             lease.end()
     except Exception as error:
-        _warn("%s: files of replaced or dead saves are left: %s", lease.storage.location, error)
+        warn_only("%s: files of replaced or dead saves are left: %s", lease.storage.location, error)
         _speak_again(lease, left.saves)
-
-
-def _warn(text: str, *arguments: object) -> None:
-    """Log what went wrong behind a save that has ended. What a handler of the log raises changes nothing."""
-    with suppress(Exception):
-        _logger.warning(text, *arguments)
 
 
 def _speak_again(lease: Lease, saves: Sequence[str]) -> None:
@@ -320,7 +315,7 @@ def give_up(lease: Lease, settled: bool) -> None:
             elif not lease.doomed:  # otherwise the claim says what else is to be removed
                 lease.end()
     except Exception as error:  # the caller has to hear of what made the save fail
-        _warn("%s: files of a failed save are left: %s", lease.storage.location, error)
+        warn_only("%s: files of a failed save are left: %s", lease.storage.location, error)
         _speak_again(lease, [lease.save_id])
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..core.latch import Latch
+from ..core.log import warn_only
 from ..errors import CheckpointError, CheckpointTimeoutError
 from ..storage.base import Storage
 from .claims import FRESH_EVERY, TEMPORARY
@@ -141,8 +142,7 @@ class OwnClaim:
             self._storage.touch(self.name)
         except Exception as error:  # of memory that is used up, for one, which must not end the thread
             if self._other is None:
-                with suppress(Exception):  # of a handler of the log, which would end the thread
-                    _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
+                warn_only("the claim %s could not be refreshed: %s", self.name, error)
             if isinstance(error, FileNotFoundError):
                 with suppress(OSError, CheckpointError):
                     if self._other is None:

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from ..core.log import warn_only
 from ..core.messages import decode, encode
 from ..core.progress import Progress
 from ..core.threads import io_threads, run_all
@@ -226,5 +227,4 @@ class RankFiles:
             try:
                 storage.delete(file.name)
             except (OSError, CheckpointTimeoutError) as error:
-                with suppress(Exception):  # nor of what a handler of the log raises
-                    _logger.warning("%s/%s is left to a later save: %s", storage.location, file.name, error)
+                warn_only("%s/%s is left to a later save: %s", storage.location, file.name, error)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..control.rounds import Messages, only_on
+from ..core.log import warn_only
 from ..core.messages import decode, encode
 from ..core.protocols import ControlSession
 from ..core.text import encodable
@@ -266,8 +267,7 @@ class _Saving:
         try:
             self._round("clean", remove, SaveCoordinator.cleaned)
         except Exception as error:
-            with suppress(Exception):  # of a handler of the log
-                _logger.warning("%s: files of the replaced save are left to a later one: %s", storage.location, error)
+            warn_only("%s: files of the replaced save are left to a later one: %s", storage.location, error)
 
     def _report(self, result: CommitAnswer, files: RankFiles) -> SaveReport:
         return SaveReport(

@@ -86,30 +86,8 @@ def test_a_handler_of_the_log_that_raises_does_not_hide_why_a_save_has_failed(tm
         assert "broken" in str(error)
 
 
-def test_a_handler_of_the_log_that_raises_while_a_claim_is_kept_fresh(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It does not end the thread that keeps it fresh: others would take the save for dead."""
-    monkeypatch.setattr("paddle_dist_ckpt.folder.own_claim.FRESH_EVERY", 0.01)
-    touched: list[str] = []
-
-    def hook(operation: str, name: str) -> None:
-        if operation == "touch" and threading.current_thread().name == "paddle_dist_ckpt claim":
-            touched.append(name)
-            if len(touched) == 1:
-                raise OSError(errno.EIO, "for once")
-        if operation == "sync_file":
-            until(lambda: len(touched) > 1)
-
-    with raising(logging.WARNING):
-        save_on([{"n": 1}], FaultyStorage(tmp_path, hook))
-
-
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "for once"), MemoryError("for once"), RuntimeError("of its own")])
-def test_a_touch_that_fails_for_once_is_made_up_for(
-    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paddle_dist_ckpt.folder.own_claim.FRESH_EVERY", 0.01)
+def refusing_a_touch(error: Exception, path: Path) -> FaultyStorage:
+    """A folder in which the thread that keeps a claim fresh fails once, and then does it before the data is synced."""
     touched: list[str] = []
 
     def hook(operation: str, name: str) -> None:
@@ -120,7 +98,24 @@ def test_a_touch_that_fails_for_once_is_made_up_for(
         if operation == "sync_file":
             until(lambda: len(touched) > 1, 10.0)
 
-    save_on([{"n": 1}], FaultyStorage(tmp_path, hook))
+    return FaultyStorage(path, hook)
+
+
+def test_a_handler_of_the_log_that_raises_while_a_claim_is_kept_fresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not end the thread that keeps it fresh: others would take the save for dead."""
+    monkeypatch.setattr("paddle_dist_ckpt.folder.own_claim.FRESH_EVERY", 0.01)
+    with raising(logging.WARNING):
+        save_on([{"n": 1}], refusing_a_touch(OSError(errno.EIO, "for once"), tmp_path))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "for once"), MemoryError("for once"), RuntimeError("of its own")])
+def test_a_touch_that_fails_for_once_is_made_up_for(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.folder.own_claim.FRESH_EVERY", 0.01)
+    save_on([{"n": 1}], refusing_a_touch(error, tmp_path))
 
 
 @pytest.mark.parametrize("background", [False, True])

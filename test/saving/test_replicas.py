@@ -223,12 +223,8 @@ def test_large_addends_are_reduced_in_chunks(tmp_path: Path, chunk: int, monkeyp
         assert same_bits(found, arrays[0][key] + arrays[1][key] + arrays[2][key]), key
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize(("module", "name"), [(rank_files, "plan_files"), (reduce, "_packed")])
-def test_a_rank_that_cannot_take_part_in_the_collectives_says_why(
-    tmp_path: Path, module: Any, name: str, in_background: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others, which wait for it, hear of that at once, and not of a collective that hangs."""
+def let_rank_1_fail(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a function that is given a state raise on the rank whose state has "one" in it."""
     real = getattr(module, name)
 
     def fail(*arguments: Any) -> Any:
@@ -238,6 +234,15 @@ def test_a_rank_that_cannot_take_part_in_the_collectives_says_why(
         return real(*arguments)
 
     monkeypatch.setattr(module, name, fail)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize(("module", "name"), [(rank_files, "plan_files"), (reduce, "_packed")])
+def test_a_rank_that_cannot_take_part_in_the_collectives_says_why(
+    tmp_path: Path, module: Any, name: str, in_background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others, which wait for it, hear of that at once, and not of a collective that hangs."""
+    let_rank_1_fail(module, name, monkeypatch)
     addend = np.ones((300, 100))  # large enough that each writes a part
 
     def work(rank: SimulatedRank) -> SaveReport:
@@ -256,15 +261,7 @@ def test_a_rank_that_cannot_take_part_in_the_collectives_says_why(
 def test_a_rank_that_cannot_take_part_in_a_gathering_says_why(
     module: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = getattr(module, name)
-
-    def fail(*arguments: Any) -> Any:
-        (state,) = (one for one in arguments if isinstance(one, LocalState))
-        if "/one" in state.tensors.paths:
-            raise MemoryError("Unable to allocate 3.1 GiB")
-        return real(*arguments)
-
-    monkeypatch.setattr(module, name, fail)
+    let_rank_1_fail(module, name, monkeypatch)
     addend = np.ones((300, 100))
 
     def work(rank: SimulatedRank) -> Any:

@@ -61,7 +61,7 @@ def _logged(node: ast.AST) -> Iterator[Text]:
         case ast.Call(func=ast.Attribute(value=ast.Name(id="_logger"), attr=level), args=[text, *_]):
             if level in _LEVELS:
                 yield tuple(_FIELD.sub("\0", _text(text)).split("\0"))
-        case ast.Call(func=ast.Name(id="_LimitedWarnings" | "_warn"), args=[text, *_]):
+        case ast.Call(func=ast.Name(id="_LimitedWarnings" | "warn_only"), args=[text, *_]):
             yield tuple(_FIELD.sub("\0", _text(text)).split("\0"))
 
 
