@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, compress, filterfalse
 from typing import Any
@@ -21,7 +21,8 @@ from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
 from ..tree.names import SCHEDULER, Names, may_be_of_run, may_end_in_name, scheduler_of
-from ..tree.paths import ListIndex, Part, TupleIndex, containers_of, is_own, join, parent_of, plain_key, rank_of
+from ..tree.paths import containers_of, is_own, join, parent_of, plain_key, rank_of
+from ..tree.stored_values import is_dict, leaves_of, parts_of
 from .flat_keys import FlatKeys
 from .hints import Hint, Hints
 from .key_map import matcher, path_of_key
@@ -264,8 +265,8 @@ class Answering:
             is_array = True
         if present == "own":
             self._answer_own(path, source, found)
-        elif source in self._values and present != "none" and (present in DICTS) != _is_dict(self._values[source]):
-            found.unfit[path] = value_text(_is_dict(self._values[source]))
+        elif source in self._values and present != "none" and (present in DICTS) != is_dict(self._values[source]):
+            found.unfit[path] = value_text(is_dict(self._values[source]))
         elif self._is_value(source) or is_array:
             self._take(source, path, found)
         elif present == "none" or (present == "list" and self._is_list(source)):
@@ -284,10 +285,10 @@ class Answering:
         stored so, and one of objects is not, though all that these have may be values."""
         for end in [place.start() for place in re.finditer("/", path)][1:]:
             above = path[:end]
-            parts = _parts_of(self._values.get(above))
+            parts = parts_of(self._values.get(above))
             if parts:
                 del self._values[above], self._paths[bisect.bisect_left(self._paths, above)]
-                below = dict(leaf for part, tree in parts.items() for leaf in _leaves(join(above, part), tree))
+                below = dict(leaf for part, tree in parts.items() for leaf in leaves_of(join(above, part), tree))
                 self._values |= below
                 if above in self._asked_values:
                     self._asked_values.update(below)
@@ -380,7 +381,7 @@ class Answering:
         ``asked`` has the place that was found for each wanted tensor.
         """
         below = [source] if self._is_value(source) else self._below(source)
-        if not below or (source in self._values and not _is_dict(self._values[source])):
+        if not below or (source in self._values and not is_dict(self._values[source])):
             self._lack(path, source, found)
             return
         inside: set[int | None] | None = None
@@ -508,28 +509,3 @@ class Answering:
             cost=metadata.cost,
             firsts=pack_column(metadata.table.first_shard[places]),
         )
-
-
-def _is_dict(tree: Any) -> bool:
-    return isinstance(tree, dict) and "dict" in tree
-
-
-def _parts_of(tree: Any) -> dict[Part, Any]:
-    """The parts of a list or tuple, a value in its tagged form; nothing of another value."""
-    parts = tree.get("tuple") if isinstance(tree, dict) else tree
-    place = TupleIndex if isinstance(tree, dict) else ListIndex
-    return {place(i): part for i, part in enumerate(parts)} if isinstance(parts, list) else {}
-
-
-def _leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
-    """The values at a path and below it, of dicts taken apart as those of a state_dict are."""
-    pairs = tree.get("dict") if isinstance(tree, dict) else None
-    if not isinstance(pairs, list) or not pairs or not all(_is_plain(pair) for pair in pairs):
-        yield path, tree
-        return
-    for key, part in pairs:
-        yield from _leaves(join(path, key), part)
-
-
-def _is_plain(pair: Any) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int)
