@@ -1,0 +1,117 @@
+"""What stands at and below the paths of a checkpoint."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from typing import Any
+
+import numpy as np
+
+from ..core.cached import cached_property
+from ..core.shards import Kind
+from ..files.metadata import Metadata
+from ..tree.names import scheduler_of
+from ..tree.paths import is_own, join, plain_key
+from ..tree.stored_values import leaves_of, parts_of
+from .hints import Hints
+from .wording import A_TENSOR, MEANT, MISSING
+
+__all__ = ["StoredPaths"]
+
+
+class StoredPaths:
+    """The paths of one checkpoint, as a load looks at them.
+
+    Args:
+        metadata: What `.metadata` says.
+        hints: What may be meant by keys that are missing.
+
+    Attributes:
+        paths: All of them, ascending.
+        values: The values that `.metadata` has itself, in the form in which they are stored.
+        index: The places of all else in the table.
+        blobs: The places of values among these.
+    """
+
+    def __init__(self, metadata: Metadata, hints: Hints) -> None:
+        self._metadata, self._hints = metadata, hints
+        self.index = metadata.table.index
+        self.values: dict[str, Any] = dict(metadata.value_records)
+        self.paths = sorted([*metadata.table.paths, *self.values])
+        self.blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
+
+    def below(self, path: str) -> list[str]:
+        """The paths below one, ascending."""
+        first = bisect.bisect_left(self.paths, path + "/")
+        last = bisect.bisect_left(self.paths, path + "0")  # "0" is the character after "/"
+        return self.paths[first:last]
+
+    def is_there(self, path: str) -> bool:
+        """Whether anything is stored at a path or below, or would be if it were read."""
+        return self.is_value(path) or path in self.index or path in self._metadata.left_out or bool(self.below(path))
+
+    def is_value(self, path: str) -> bool:
+        """Whether a value is stored at a path, in `.metadata` or as an entry of a data file."""
+        return path in self.values or self.index.get(path) in self.blobs
+
+    def is_array(self, path: str) -> bool:
+        """Whether an array is stored at a path."""
+        place = self.index.get(path)
+        return place is not None and bool(self._metadata.table.kinds[place] == Kind.ARRAY)
+
+    def looks_like_array(self, path: str) -> bool:
+        """Whether what is stored at a path may have been an array, which in other formats looks like a tensor."""
+        return self._metadata.format != "native" and path in self.index and not self.is_value(path)
+
+    def is_list(self, path: str) -> bool:
+        """Whether a list or tuple that is taken apart is stored at a path, with values alone."""
+        below = self.below(path)
+        return bool(below) and below[0].startswith(("~l", "~t"), len(path) + 1) and all(map(self.is_value, below))
+
+    def take_apart(self, path: str) -> dict[str, list[str]]:
+        """Take apart a list or tuple that is stored as one value, and has this path in it. One of values alone is
+        stored so, and one of objects is not, though all that these have may be values.
+
+        Returns:
+            The paths of what was one value, by the path that this had.
+        """
+        found = dict[str, list[str]]()
+        for end in [place.start() for place in re.finditer("/", path)][1:]:
+            above = path[:end]
+            parts = parts_of(self.values.get(above))
+            if parts:
+                del self.values[above], self.paths[bisect.bisect_left(self.paths, above)]
+                below = dict(leaf for part, tree in parts.items() for leaf in leaves_of(join(above, part), tree))
+                self.values |= below
+                found[above] = sorted(below)
+                place = bisect.bisect_left(self.paths, above + "/")
+                self.paths[place:place] = found[above]
+        return found
+
+    @cached_property
+    def schedulers(self) -> set[str]:
+        """The paths of learning rates' schedulers."""
+        return {place for place in map(scheduler_of, self.paths) if place is not None}
+
+    def what_is(self, path: str, hint: bool = True) -> str:
+        """What stands at a path, in words."""
+        if is_own(path) and path in self.index:
+            return "what one rank has saved of its own"
+        if self.is_value(path):
+            return "a value"
+        if path in self.index:
+            place, table = self.index[path], self._metadata.table
+            shape = list(table.shape_of(place))
+            return f"{A_TENSOR} {shape} and dtype {table.dtypes[place].name}"
+        if path in self._metadata.left_out:
+            return f"something that is not read: {self._metadata.left_out[path]}"
+        below = self.below(path)
+        if below:
+            return "what every rank has saved of its own" if is_own(below[0]) else "a container"
+        key = plain_key(path)
+        nested = self._hints.nested(key)
+        if nested is not None:
+            return f"{MISSING}; the checkpoint has it nested otherwise, as state_dict{nested}"
+        close = self._hints.of(key, is_tensor=True) if hint else []
+        return f"{MISSING}; is {close[0].key!r} {MEANT}" if close else MISSING
