@@ -7,6 +7,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from ..files.metadata import Metadata
 from ..tree.paths import WILDCARD, ListIndex, TupleIndex, containers_of, join, plain_key
@@ -20,6 +21,7 @@ __all__ = [
     "matched",
     "matcher",
     "path_of_key",
+    "unheard",
     "unmatched_text",
 ]
 
@@ -78,6 +80,23 @@ def matched(key_map: KeyMap | None, keys: Iterable[str]) -> dict[str, bool]:
     return found
 
 
+def unheard(key_map: KeyMap | None, entries: Mapping[str, tuple[str, str | None]]) -> list[str]:
+    """The flat keys of entries of objects of which a function says something else than of their objects, with which
+    they go.
+
+    Args:
+        entries: The flat key of each one's object, and that of what is stored for this, by the entries' flat keys.
+    """
+    found = list[str]()
+    if key_map is None or isinstance(key_map, Mapping):
+        return found
+    for key, (owner, stored) in entries.items():
+        with suppress(Exception):  # it may know of the keys alone that are asked for
+            if key_map(key) != (None if stored is None else stored + key[len(owner) :]):
+                found.append(key)
+    return found
+
+
 def leaves_alone(key_map: KeyMap | None, key: str) -> bool:
     """Whether a mapping says nothing of a flat key, nor of any key below it. Of a function it is not known; it may."""
     if not isinstance(key_map, Mapping):
@@ -92,10 +111,13 @@ def leaves_all(key_map: KeyMap | None, key: str) -> bool:
     return not any(stored is not None and one.startswith(f"{key}.") for one, stored in key_map.items())
 
 
-def unmatched_text(entry: str) -> str:
-    """That a key of a mapping is that of nothing, in words."""
+def unmatched_text(entry: str, objects: Iterable[str] = ()) -> str:
+    """That a key of a mapping is that of nothing, in words; ``objects`` are the keys of those with which all goes that
+    they have."""
     bare = entry.rstrip(".*")
     hint = f" (leading parts of keys have no dot or star at the end: {bare!r})" if bare not in ("", entry) else ""
+    if owners := [key for key in objects if entry.startswith(f"{key}.")]:
+        hint = hint or f" (what an object has goes with it: {max(owners, key=len)!r})"
     return f"{entry!r} matches none of the wanted keys{hint}"
 
 

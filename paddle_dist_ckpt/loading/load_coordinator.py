@@ -106,6 +106,7 @@ class LoadCoordinator:
         unmatched = _found_nowhere(request.key_map for request in requests.values())
         wanted = {request.wanted: decode(request.wanted, WantedPaths) for request in requests.values()}
         find_keys = functools.partial(_keys_of, wanted.values())
+        objects = {plain_key(path) for one in wanted.values() for path, has in one.values.items() if has == "object"}
         ranks, missing = self._session.ranks, self._options.allow_missing
         self._answering = Answering(metadata, ranks, on_host, keys, missing, find_keys)
         self._mismatches = MismatchCheck(
@@ -114,7 +115,7 @@ class LoadCoordinator:
             self._answering,
             list(wanted.values()),
             self._options,
-            list(map(unmatched_text, unmatched)),
+            [unmatched_text(entry, objects) for entry in unmatched],
         )
         _check_same_sources({rank: wanted[request.wanted] for rank, request in requests.items()})
         self._asked_keys = _keys_of(wanted.values()) if metadata.left_out else set()

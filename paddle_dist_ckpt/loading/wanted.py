@@ -140,7 +140,7 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
     objects = {opened.path: opened for opened in leaves.objects}
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}  # they take any values
     as_stored = options.key_map is None and not options.recipes and arranger is None
-    keys = dict[str, str]() if as_stored else _flat_keys(leaves, objects, free)
+    keys, inside = ({}, {}) if as_stored else _flat_keys(leaves, objects, free)
     made, moved, skipped = Matching(), dict[str, str](), set[str]()
     if not as_stored:
         targets = (path for path in leaves.tensor_paths if not free or owner_of(path, objects) not in free)
@@ -151,6 +151,8 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         skipped.update(path for path in left_whole if not _any_below(path, made.recipes))
     wanted = WantedState(moved=moved, skipped=skipped, made=made, has_objects=bool(objects), repeated=leaves.repeated)
     wanted.key_map = key_map.matched(options.key_map, keys.values())
+    entries = {key: (keys[one], None if one in skipped else moved.get(one, keys[one])) for key, one in inside.items()}
+    wanted.key_map |= dict.fromkeys(key_map.unheard(options.key_map, entries), False)
     asked, values = _to_fill(leaves, skipped, objects, free)
     refused = wanted.tensors.look_at(asked, values, adapter)
     wanted.problems += [Mismatch(plain_key(path), text) for path, text in refused.items()]
@@ -188,17 +190,21 @@ def _distributed(tensors: LocalTensors) -> Iterator[str]:
             yield path
 
 
-def _flat_keys(leaves: Leaves, objects: Mapping[str, OpenedObject], free: Set[str]) -> dict[str, str]:
+def _flat_keys(
+    leaves: Leaves, objects: Mapping[str, OpenedObject], free: Set[str]
+) -> tuple[dict[str, str], dict[str, str]]:
     """The flat key of each path, by which a key_map, recipes or an arranger know it. Values and arrays of objects that
-    take any go with their objects: nobody can say where one of them is stored."""
+    take any go with their objects: nobody can say where one of them is stored; their keys, with the objects' paths."""
     paths = list(dict.fromkeys([*leaves.tensor_paths, *leaves.value_paths, *leaves.kept, *free]))
     keys = dict(zip(paths, flat_keys(paths), strict=True))
+    inside = dict[str, str]()
     if free:
         arrays = (p for p, value in zip(leaves.tensor_paths, leaves.tensors, strict=True) if type(value) is np.ndarray)
-        for path in {*leaves.value_paths, *arrays} - free:
-            if owner_of(path, objects) in free:
-                del keys[path]
-    return keys
+        for path in sorted({*leaves.value_paths, *arrays} - free):
+            owner = owner_of(path, objects)
+            if owner is not None and owner in free:
+                inside[keys.pop(path)] = owner
+    return keys, inside
 
 
 def _to_fill(

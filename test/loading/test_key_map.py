@@ -230,6 +230,44 @@ def test_what_goes_with_its_object_matches_nothing(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_a_function_says_of_entries_that_go_with_their_object_matches_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, leaves: bool
+) -> None:
+    counter, other = holder(np.arange(3)), holder(np.ones(3))
+    save_alone({"counter": counter, "other": other}, tmp_path)
+    target = {"counter": holder(np.zeros(3))}
+
+    def moved(key: str) -> str | None:
+        return None if leaves and key.startswith("counter.") else key.replace("counter.", "other.")
+
+    loaded(tmp_path, target, moved)
+    assert target["counter"].state["table"].tolist() == [0, 1, 2]
+    said = "key_map: 'counter.table' matches none of the wanted keys (what an object has goes with it: 'counter')"
+    assert said in caplog.text
+    with pytest.raises(StateDictMismatchError, match=re.escape(said)):
+        loaded(tmp_path, target, moved, strict="all", allow_unused=["other*"])
+
+
+@pytest.mark.parametrize(
+    ("key_map", "found"),
+    [
+        (lambda key: None, 9),
+        (lambda key: f"other.{key}", 2),
+        (lambda key: key.replace("counter", "other.counter"), 2),
+        ({"counter": "other.counter"}.__getitem__, 2),  # which knows of no other key
+    ],
+)
+def test_a_function_that_says_the_same_of_an_object_and_its_entries(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key_map: Any, found: int
+) -> None:
+    save_alone({"counter": holder(np.ones(1)), "other": {"counter": holder(np.full(1, 2.0))}}, tmp_path)
+    target = {"counter": holder(np.full(1, 9.0))}
+    loaded(tmp_path, target, key_map)
+    assert target["counter"].state["table"].tolist() == [found]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_an_entry_that_matches_on_one_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved_by_two(tmp_path, {"a": np.ones(2), "b": np.ones(2)})
     options = LoadOptions(timeout=60, key_map={"x": "a", "y": "b"})
