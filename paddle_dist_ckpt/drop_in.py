@@ -145,6 +145,21 @@ def uninstall() -> None:
         newest.end()
 
 
+class _FolderNotFoundError(CheckpointNotFoundError, FileNotFoundError):
+    """There is no such folder, as programs catch it that resume if there is something."""
+
+
+@contextmanager
+def _no_folder_as_by_paddle() -> Iterator[None]:
+    """Raise what is a FileNotFoundError too, as Paddle's is, if there is no folder; on all ranks, who hear the same."""
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        if not str(error).startswith(NO_FOLDER):
+            raise
+        raise _FolderNotFoundError(str(error)) from None
+
+
 @dataclass(frozen=True, eq=False)
 class _DropIn:
     """Functions that are called as Paddle's are.
@@ -186,6 +201,7 @@ class _DropIn:
             self.saves.add(saved)
         return saved
 
+    @_no_folder_as_by_paddle()
     def load_state_dict(
         self,
         state_dict: dict[Any, Any],
@@ -226,9 +242,9 @@ class _DropIn:
             self._ask_former("load_state_dict", reason, state_dict, path, offload=offload, **of_paddle)
             return None
         find = paddles(ranks, state_dict, options.staging_bytes)
-        with _no_folder_as_by_paddle():
-            return load_with(ranks, find, path, unique_id, options, offload)
+        return load_with(ranks, find, path, unique_id, options, offload)
 
+    @_no_folder_as_by_paddle()
     def load_merged_state_dict(
         self,
         path: Any,
@@ -247,10 +263,10 @@ class _DropIn:
             found: dict[Any, Any] = self._ask_former("load_merged_state_dict", reason, path, prefix=prefix, **more)
             return found
         keys = f"{glob.escape(prefix)}.*" if prefix else None  # parts of a key count too, not only those of a path
-        with _no_folder_as_by_paddle():
-            loaded = load_merged_state_dict(path, None, unique_id, offload, keys=keys, flat=True, options=options)
+        loaded = load_merged_state_dict(path, None, unique_id, offload, keys=keys, flat=True, options=options)
         return {key.removeprefix(f"{prefix}."): value for key, value in loaded.items()} if prefix else loaded
 
+    @_no_folder_as_by_paddle()
     def merge_sharded_state_dict(
         self,
         load_path: Any,
@@ -346,21 +362,6 @@ class _DropIn:
         _logger.warning("%s is left to the function that was there before: %s", name, reason)
         defaults = {key: one.default for key, one in inspect.signature(getattr(self, name)).parameters.items()}
         return self.former(name)(*args, **{key: value for key, value in kwargs.items() if value != defaults[key]})
-
-
-class _FolderNotFoundError(CheckpointNotFoundError, FileNotFoundError):
-    """There is no such folder, as programs catch it that resume if there is something."""
-
-
-@contextmanager
-def _no_folder_as_by_paddle() -> Iterator[None]:
-    """Raise what is a FileNotFoundError too, as Paddle's is, if there is no folder; on all ranks, who hear the same."""
-    try:
-        yield
-    except CheckpointNotFoundError as error:
-        if not str(error).startswith(NO_FOLDER):
-            raise
-        raise _FolderNotFoundError(str(error)) from None
 
 
 def _why_unknown(ranks: Ranks, options: LoadOptions, path: Any, unique_id: int | None) -> str | None:

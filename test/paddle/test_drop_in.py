@@ -273,7 +273,7 @@ MERGED = ["path", "prefix", "unique_id", "offload"]
 )
 def test_a_merge_that_is_wrong_on_one_rank_is_so_on_all(pool: RankPool, tmp_path: Path, wrong: dict[str, Any]) -> None:
     for merged, after in pool.run(cases.merge_wrongly, str(tmp_path), 2, wrong, ranks=2):
-        assert merged.error in ("CheckpointNotFoundError", "RankFailureError", "TypeError")
+        assert merged.error in ("_FolderNotFoundError", "RankFailureError", "TypeError")
         assert re.search("no folder /nowhere|'int' object is not iterable|must be a mapping, not str", merged.message)
         assert merged.seconds < 30
         assert after.error is None
@@ -675,21 +675,22 @@ def test_a_path_that_is_none_is_refused_before_the_former_function_is_asked(path
 
 
 @pytest.mark.parametrize(
-    ("name", "given"),
+    ("name", "before", "behind"),
     [
-        ("load_state_dict", [{"w": paddle.ones([2])}]),
-        pytest.param("load_merged_state_dict", [], marks=has_merged),
+        ("load_state_dict", [{"w": paddle.ones([2])}], []),
+        pytest.param("load_merged_state_dict", [], [], marks=has_merged),
+        pytest.param("merge_sharded_state_dict", [], ["merged"], marks=has_merged),
     ],
 )
 def test_a_folder_that_is_not_there_is_a_file_not_found_as_with_paddle(
-    tmp_path: Path, name: str, given: list[Any]
+    tmp_path: Path, name: str, before: list[Any], behind: list[Any]
 ) -> None:
     """By which programs know that there is nothing to resume from."""
     path = str(tmp_path / "none")
     with pytest.raises(FileNotFoundError):
-        getattr(dist, name)(*given, path)
+        getattr(HOME, name)(*before, path, *behind)
     with install(), pytest.raises(FileNotFoundError, match=f"there is no folder {path}") as caught:
-        getattr(dist, name)(*given, path)
+        getattr(HOME, name)(*before, path, *behind)
     assert isinstance(caught.value, CheckpointNotFoundError)
 
 
