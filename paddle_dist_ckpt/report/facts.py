@@ -15,7 +15,7 @@ from ..files.names import parse_data_file
 from ..visible import MOST_KEY, visible
 from .layers import LayerColumns, layers_of
 from .regions import RegionColumns, regions_of
-from .values import ValueColumns, user_values, values_of
+from .values import ValueColumns, unread_keys, user_values, values_of
 
 __all__ = ["Facts", "facts_of", "rank_of"]
 
@@ -142,6 +142,7 @@ class Facts:
     layers: LayerColumns
     values: ValueColumns
     user: ValueColumns
+    unread: ValueColumns
     times: TimeColumns
 
 
@@ -186,6 +187,7 @@ def facts_of(
         layers=layers,
         values=values,
         user=user_values(metadata),
+        unread=unread_keys(metadata),
         times=times,
     )
 

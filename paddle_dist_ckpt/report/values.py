@@ -1,4 +1,4 @@
-"""The values of a checkpoint, and what its user said of it, as text."""
+"""The values of a checkpoint, what its user said of it, and what of it cannot be read, as text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from ..core.shards import Kind
 from ..core.text import key_text, value_text
 from ..errors import CheckpointCorruptedError
 from ..files.metadata import Metadata
+from ..tree.paths import plain_key
 from ..tree.values import from_jsonable
 from ..visible import visible
 
-__all__ = ["ValueColumns", "user_values", "values_of"]
+__all__ = ["ValueColumns", "unread_keys", "user_values", "values_of"]
 
 _MOST_VALUES = 2000
 
@@ -51,6 +52,12 @@ def user_values(metadata: Metadata) -> ValueColumns:
         (key_text(key), type(value).__name__, value_text(value)) for key, value in list(user.items())[:_MOST_VALUES]
     ]
     return _columns(rows, len(user))
+
+
+def unread_keys(metadata: Metadata) -> ValueColumns:
+    """What a checkpoint of another format has and cannot be read, with the reasons as texts."""
+    rows = [(plain_key(path), "", visible(reason)) for path, reason in list(metadata.left_out.items())[:_MOST_VALUES]]
+    return _columns(rows, len(metadata.left_out))
 
 
 def _decoded(tree: Any) -> tuple[str, str]:

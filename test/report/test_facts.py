@@ -179,6 +179,14 @@ def test_a_damaged_value_is_named_and_no_error() -> None:
     assert facts_of(broken, "").values.text == ["(a stored value is not well-formed: 7)", "7"]
 
 
+def test_what_cannot_be_read_is_named_with_the_reason() -> None:
+    metadata = msgspec.structs.replace(metadata_of([], []), left_out={"/model/w": "model/w has gaps\u202e"})
+    unread = facts_of(metadata, "").unread
+    assert (unread.key, unread.text, unread.left_out) == (["model.w"], ["model/w has gaps\\u202e"], 0)
+    many = msgspec.structs.replace(metadata, left_out={f"/{i}": "gaps" for i in range(5000)})
+    assert facts_of(many, "").unread.left_out == 3000
+
+
 def test_files_that_are_not_as_they_were_written() -> None:
     metadata = metadata_of([("/w", HALVES, [0, 1]), ("/v", WHOLE, [2])], own_names(3))
     size = metadata.files[0].size

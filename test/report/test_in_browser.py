@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from paddle_dist_ckpt.files.metadata import Metadata
@@ -49,6 +50,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "huge": large_metadata(100_000, 1024),
         "hostile": hostile_metadata(),
         "empty": metadata_of([], []),
+        "partly": msgspec.structs.replace(metadata_of([], []), left_out={"/model/w": "it has gaps"}),
     }
     facts = {name: facts_of(metadata, "/data/checkpoints") for name, metadata in made.items()}
     facts["large"] = replace(facts["large"], times=replace(facts["large"].times, left_out=1000))
@@ -203,6 +205,14 @@ def test_it_fits_the_window(browser: Browser, pages: dict[str, Path], name: str,
     assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     back = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, back.removeprefix("rgb(").removesuffix(")").split(","))) < 200) == dark
+
+
+def test_what_cannot_be_read_is_named(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["partly"])
+    assert "1 key of this checkpoint cannot be read" in text_of(browser, "#warnings")
+    assert texts_of(browser, "#unread-table td") == ["model.w", "it has gaps"]
+    browser.open(pages["empty"])
+    assert texts_of(browser, "#unread-h, #warnings p") == []
 
 
 def test_nothing_hostile_runs(browser: Browser, pages: dict[str, Path]) -> None:

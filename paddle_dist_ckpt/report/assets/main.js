@@ -24,6 +24,8 @@ function startOverview() {
   ].filter(([, value]) => !(value instanceof Node) || value.textContent));
   const wrong = F.files.state.filter((state) => state).length;
   if (wrong) $("warnings").append(el("p", { class: "warning" }, `${plural(wrong, "file")} of ${count(F.files.name.length)} ${wrong === 1 ? "is" : "are"} missing or not as large as written. The table of files tells which.`));
+  const unread = F.unread.key.length + F.unread.left_out;
+  if (unread) $("warnings").append(el("p", { class: "warning" }, `${plural(unread, "key")} of this checkpoint cannot be read. A table below the values tells why.`));
 }
 
 function startValues() {
@@ -43,6 +45,9 @@ function startValues() {
   const user = rows(F.user);
   if (user.length) $("user-table").append(table("User metadata", ["Key", "Type", "Value"], user.length, (i) => user[i]), left(F.user));
   else $("user-h").remove();
+  const unread = rows(F.unread);
+  if (unread.length) $("unread-table").append(table("Not read", ["Key", "Why"], unread.length, (i) => [unread[i][0], unread[i][2]]), left(F.unread));
+  else $("unread-h").remove();
 }
 
 function startFiles() {
