@@ -16,6 +16,7 @@ __all__ = ["plan_paddle", "plan_pdparams"]
 
 _MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 _NAMES = "StructuredToParameterName@@"  # where data files keep the variables' names
+_OF_ARRAYS = ("uint16", "uint32", "uint64")  # element types of which Paddle has no tensors
 _RESERVED = (_NAMES, "UnpackBigParamInfor@@")  # the latter where files of old protocols say what is in slices
 
 
@@ -28,6 +29,8 @@ def plan_paddle(tensors: Sequence[ExportTensor], most: int) -> list[ExportFile]:
     """
     for tensor in tensors:
         _check_name(tensor.key, tensor.key)
+        if tensor.dtype.name in _OF_ARRAYS:
+            raise UnsupportedValueError(f"{tensor.key}: Paddle's files cannot hold tensors of {tensor.dtype.name}")
     groups = fill_files(tensors, most)
     names = [f"{rank}_0.distcp" for rank in range(len(groups))]
     pairs = [(tensor, name) for name, group in zip(names, groups, strict=True) for tensor in group]
@@ -117,15 +120,22 @@ def plan_pdparams(tensors: Sequence[ExportTensor], values: Sequence[tuple[str, A
         _check_no_bytes(path, value)
     # As Paddle does it: of a file with a pair of name and array, the pairs become tensors and other arrays stay arrays.
     # An array of bfloat16, which Paddle writes as uint16, would be one of integers then.
-    arrays = {tensor.path for tensor in tensors if tensor.kind == Kind.ARRAY}
-    if len(arrays) < len(tensors):
-        arrays -= {tensor.path for tensor in tensors if tensor.dtype.name == "bfloat16"}
+    arrays = {tensor.path for tensor in tensors if tensor.kind == Kind.ARRAY or tensor.dtype.name in _OF_ARRAYS}
     # An array behind a text in a tuple of two would be a tensor of that name, and the text would be lost.
     texts = {parent_of(path) for path, value in values if path.endswith("/~t0") and isinstance(value, str)}
     paths = [*(tensor.path for tensor in tensors), *(path for path, _ in values)]
     for pair in [parent for parent in texts if f"{parent}/~t1" in arrays]:
         if not any(path.startswith(f"{pair}/~t2") for path in paths):
             arrays.remove(f"{pair}/~t1")
+    has_pairs = len(arrays) < len(tensors)
+    if has_pairs:
+        arrays -= {tensor.path for tensor in tensors if tensor.dtype.name == "bfloat16"}
+    for tensor in tensors:
+        if tensor.dtype.name in _OF_ARRAYS and not (has_pairs and tensor.path in arrays):
+            raise UnsupportedValueError(
+                f"{tensor.key}: Paddle would make a tensor of it, and has none of {tensor.dtype.name}; beside a "
+                "tensor, and not behind a text in a tuple of two, it would stay an array"
+            )
     leaves = [
         (tensor.path, tensor if tensor.path in arrays else (tensor.name or tensor.key, tensor)) for tensor in tensors
     ]

@@ -20,13 +20,16 @@ from .plan import ExportTensor
 
 __all__ = ["Instance", "pickled"]
 
-# Element types that Paddle makes of numpy arrays; bfloat16, which numpy does not have, it keeps as uint16.
+# Element types of numpy's arrays, as Paddle keeps them; bfloat16, which numpy does not have, it keeps as uint16.
 _CODES = {
     "bool": "b1",
     "uint8": "u1",
     "int8": "i1",
+    "uint16": "u2",
     "int16": "i2",
+    "uint32": "u4",
     "int32": "i4",
+    "uint64": "u8",
     "int64": "i8",
     "float16": "f2",
     "bfloat16": "u2",

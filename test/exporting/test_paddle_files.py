@@ -150,6 +150,33 @@ def test_types_that_paddle_has_no_array_for(tmp_path: Path, format: str, dtype: 
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
+def test_arrays_of_types_that_paddle_has_no_tensors_of_stay_arrays_beside_tensors(tmp_path: Path) -> None:
+    """As in the state of numpy's random numbers."""
+    arrays = {dtype: np.arange(3, dtype=dtype) for dtype in ("uint16", "uint32", "uint64")}
+    state = {**arrays, "random": ("MT19937", arrays["uint32"], 5), "tensor": split_rows(np.ones((4, 2)), 1)[0]}
+    save_alone(state, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
+    found = pickle.loads((tmp_path / "out.pdparams").read_bytes())
+    assert all(same_bits(found[dtype], array) for dtype, array in arrays.items())
+    assert same_bits(found["random"][1], arrays["uint32"])
+    export(tmp_path / "out.pdparams", tmp_path / "again.pdparams", format="pdparams")  # read, all of them are tensors
+    read = load_whole(tmp_path / "again.pdparams")
+    assert {key: read[key].dtype.name for key in arrays} == {key: key for key in arrays}
+
+
+def test_those_of_which_paddle_would_make_tensors_are_refused(tmp_path: Path) -> None:
+    pair = ("a", np.arange(3, dtype=np.uint32))
+    save_alone({"pair": pair, "tensor": split_rows(np.ones((4, 2)), 1)[0]}, tmp_path / "ckpt")
+    with pytest.raises(UnsupportedValueError, match=r"pair\.1: Paddle would make a tensor of it"):
+        export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
+
+
+def test_an_array_of_bfloat16_stays_that_beside_a_pair_of_a_text_and_an_array(tmp_path: Path) -> None:
+    save_alone({"half": make_array((5,), "bfloat16"), "pair": ("a", np.arange(3))}, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
+    assert load_whole(tmp_path / "out.pdparams")["half"].dtype.name == "bfloat16"
+
+
 def test_paths_that_paddle_has_no_keys_for(tmp_path: Path) -> None:
     save_alone({"a": [make_array((3,)), make_array((4,))]}, tmp_path / "ckpt")
     with pytest.raises(UnsupportedValueError, match="str keys"):
