@@ -31,6 +31,7 @@ _OF_TRAINERS = (
     "0.metadata",
 )
 _OF_OTHERS = ".distcp"  # which says nothing of itself
+_OF_TORCHS_RANK = re.compile(r"__[0-9]+\.metadata")
 _NOT_READ = (".bin", ".pt", ".pth", ".ckpt", ".pdiparams")
 _MOST_LOOKS = 100  # into folders of steps
 
@@ -114,7 +115,14 @@ def _what_is_there(storage: Storage, names: Sequence[str]) -> Iterator[str]:
         number = foreign_id(theirs[0])
         which = ".metadata" if number is None else metadata_name(number)
         found = f"it has {counted(len(theirs), 'data file')} of another format, such as {encodable(theirs[0])}"
-        yield f"{found}, but no {which}: copy it here too"
+        of_rank = next(filter(_OF_TORCHS_RANK.fullmatch, names), None)
+        if of_rank is None:
+            yield f"{found}, but no {which}: copy it here too"
+        else:
+            yield (
+                f"{found}, and in {of_rank} what one rank saved, as torch writes it with use_collectives=False, which "
+                "is not read: load it with torch, and save it without"
+            )
         return
     kinds = [(name, kind) for name in names if (kind := _kind_of(storage, name, len(names) == 1)) is not None]
     if kinds:

@@ -188,6 +188,14 @@ def test_data_files_of_others_are_told_whose_metadata_is_missing(name: str, whic
         read_metadata(tmp_path / "a")
 
 
+def test_metadata_of_torchs_ranks_are_called_what_they_are(tmp_path: Path) -> None:
+    """Which torch writes with use_collectives=False, and then no .metadata."""
+    shutil.copytree(GOLDEN / "torch-dcp-2.13", tmp_path / "a")
+    (tmp_path / "a" / ".metadata").rename(tmp_path / "a" / "__0.metadata")
+    with pytest.raises(CheckpointNotFoundError, match=r"__0\.metadata what one rank saved, .*use_collectives=False, "):
+        read_metadata(tmp_path / "a")
+
+
 def test_no_rebuild_is_advised_for_what_paddle_wrote(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "paddle-3.3.1", tmp_path, dirs_exist_ok=True)
     (tmp_path / "0.metadata").write_bytes(b"")
