@@ -68,9 +68,9 @@ def as_source(path: object) -> Storage:
     if isinstance(storage, LocalStorage) and not os.path.isdir(storage.location):
         folder, name = os.path.split(storage.location)
         if os.path.isfile(storage.location):
-            return _PartOfFolder(folder, re.compile(re.escape(name)))
+            return _PartOfFolder(folder, re.compile(re.escape(name)), storage._follow_links)
         if glob.glob(f"{glob.escape(storage.location)}_dist0.pd*"):
-            return _PartOfFolder(folder, re.compile(rf"{re.escape(name)}_dist[0-9]+\.\w+"))
+            return _PartOfFolder(folder, re.compile(rf"{re.escape(name)}_dist[0-9]+\.\w+"), storage._follow_links)
     return storage
 
 
@@ -237,12 +237,12 @@ class _PartOfFolder(LocalStorage):
 
     is_part = True
 
-    def __init__(self, path: str, names: re.Pattern[str]) -> None:
-        super().__init__(path)
+    def __init__(self, path: str, names: re.Pattern[str], follow_links: bool) -> None:
+        super().__init__(path, follow_links=follow_links)
         self._names = names
 
     def __reduce__(self) -> tuple[type[LocalStorage], tuple[Any, ...]]:
-        return _PartOfFolder, (str(self._root), self._names)
+        return _PartOfFolder, (self.location, self._names, self._follow_links)
 
     def names(self) -> list[str]:
         return [name for name in super().names() if self._names.fullmatch(name)]

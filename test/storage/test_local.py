@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.storage import LocalStorage, Storage, as_storage, local, local_files, noreplace
+from paddle_dist_ckpt.storage import LocalStorage, Storage, as_source, as_storage, local, local_files, noreplace
 from paddle_dist_ckpt.storage.made_folder import MadeFolder
 from paddle_dist_ckpt.testing import FaultyStorage
 from paddle_dist_ckpt.testing.storage_conformance import in_threads, put
@@ -832,6 +832,17 @@ def test_all_links_are_followed_if_told_so(tmp_path: Path) -> None:
     assert read_in_both_ways(storage, "link") == b"content"
     with pytest.raises(IsADirectoryError, match="it is no file"):
         storage.open("endless")
+
+
+def test_a_link_to_a_file_is_followed_if_told_so(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "weights").write_bytes(b"weights")
+    (tmp_path / "a" / "link").symlink_to("../weights")
+    storage = pickle.loads(pickle.dumps(as_source(LocalStorage(tmp_path / "a" / "link", follow_links=True))))
+    assert storage.names() == ["link"]
+    assert read_in_both_ways(storage, "link") == b"weights"
+    with pytest.raises(IsADirectoryError, match="outside its folder"):
+        as_source(tmp_path / "a" / "link").open("link")
 
 
 @pytest.mark.parametrize("name", ["loop", "dangling", "x" * 300])
