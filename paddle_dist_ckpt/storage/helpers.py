@@ -42,11 +42,15 @@ class StorageCall:
         self.asking = False
         self._work, self._late = work, late
         self._lock = threading.Lock()
-        self._given_up = self._decided = False
+        self._begun = self._given_up = self._decided = False
         self._results, self._errors = list[Any](), list[BaseException]()
 
     def run(self) -> None:
-        """Do it, on whatever thread."""
+        """Do it, on whatever thread; or not, if it was withdrawn before."""
+        with self._lock:
+            if self._given_up:
+                return
+            self._begun = True
         try:
             self._results.append(self._work(self))
         except BaseException as error:
@@ -68,6 +72,12 @@ class StorageCall:
             if self._given_up:
                 raise CheckpointTimeoutError(f"{self.doing} came too late")
             self._decided = True
+
+    def withdraw(self) -> bool:
+        """Have it not begin, unless it has begun. Returns whether it has not."""
+        with self._lock:
+            self._given_up = self._given_up or not self._begun
+            return not self._begun
 
     def give_up(self) -> bool:
         """Wait for it no longer, unless it has ended. Returns whether it has not."""
@@ -132,7 +142,8 @@ class Helpers:
             raise
         except BaseException:
             # IMPORTANT: after an interruption, nobody cleans up before what is under way is over or given up.
-            self.wait_for(operation)
+            if not operation.withdraw():
+                self.wait_for(operation)
             raise
         return operation.result()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
+import itertools
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -21,6 +24,7 @@ from paddle_dist_ckpt.storage.base import Storage
 from paddle_dist_ckpt.storage.bounding import _BoundedFile
 from paddle_dist_ckpt.storage.helpers import Helpers, StorageCall
 from paddle_dist_ckpt.testing import FaultyStorage, Stall
+from test.interrupts import interrupted
 from test.stalls import HELPER, helpers_end
 from test.waiting import PATIENCE, until
 
@@ -134,31 +138,46 @@ def test_others_that_are_under_way_are_given_up_soon_after(helpers: Helpers) -> 
 
 
 class Interrupted(threading.Event):
-    """Whoever waits for it is interrupted the first time."""
+    """Whoever waits for it is interrupted the first time, when what is waited for has begun."""
 
-    interrupted = False
+    def __init__(self, begun: threading.Event) -> None:
+        super().__init__()
+        self.begun, self.interrupted = begun, False
 
     def wait(self, timeout: float | None = None) -> bool:
         if not self.interrupted:
-            self.interrupted = True
+            self.interrupted = self.begun.wait(PATIENCE)
             raise KeyboardInterrupt
         return super().wait(timeout)
 
 
 def test_an_interruption_waits_until_what_is_under_way_is_over(helpers: Helpers) -> None:
     """Else who cleans up after it would remove the files of a checkpoint that is committed just then."""
-    done = list[int]()
-    call = StorageCall("publishing", lambda _: (threading.Event().wait(BOUND / 3), done.append(1)))
-    call.ended = Interrupted()
+    done, begun = list[int](), threading.Event()
+    call = StorageCall("publishing", lambda _: (begun.set(), threading.Event().wait(BOUND / 3), done.append(1)))
+    call.ended = Interrupted(begun)
     with pytest.raises(KeyboardInterrupt):
         helpers.run(call)
     assert done == [1]
     released = threading.Event()
     call = StorageCall("publishing", lambda _: released.wait())
-    call.ended = Interrupted()
+    call.ended = Interrupted(begun)
     with pytest.raises(CheckpointTimeoutError, match="publishing"):
         helpers.run(call)
     released.set()
+
+
+def test_an_interrupt_before_an_operation_has_begun_waits_for_nothing() -> None:
+    """It would never return, be given up after the bound, and be called a disk that hangs."""
+    for number in itertools.count():
+        with closing(Helpers(PATIENCE, 3)) as helpers:
+            operation = StorageCall("asking", lambda _: None)
+            begun = time.monotonic()
+            if not interrupted(number, functools.partial(helpers.run, operation)):
+                break
+            assert time.monotonic() - begun < PATIENCE / 2
+    assert number > 5
+    helpers_end()
 
 
 def test_where_no_thread_can_be_started_operations_run_on_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
