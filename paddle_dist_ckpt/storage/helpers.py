@@ -47,10 +47,8 @@ class StorageCall:
 
     def run(self) -> None:
         """Do it, on whatever thread; or not, if it was withdrawn before."""
-        with self._lock:
-            if self._given_up:
-                return
-            self._begun = True
+        if not self._begin():
+            return
         try:
             self._results.append(self._work(self))
         except BaseException as error:
@@ -61,6 +59,11 @@ class StorageCall:
         if late and self._results:
             with suppress(Exception):  # nobody is left to hear of it
                 self._late(self._results[0])
+
+    def _begin(self) -> bool:
+        with self._lock:
+            self._begun = not self._given_up
+            return self._begun
 
     def decide(self) -> None:
         """In the work: what follows takes effect, unless the operation has been given up by now.

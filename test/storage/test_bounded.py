@@ -159,8 +159,8 @@ def test_an_interruption_waits_until_what_is_under_way_is_over(helpers: Helpers)
     with pytest.raises(KeyboardInterrupt):
         helpers.run(call)
     assert done == [1]
-    released = threading.Event()
-    call = StorageCall("publishing", lambda _: released.wait())
+    begun, released = threading.Event(), threading.Event()
+    call = StorageCall("publishing", lambda _: (begun.set(), released.wait()))
     call.ended = Interrupted(begun)
     with pytest.raises(CheckpointTimeoutError, match="publishing"):
         helpers.run(call)
