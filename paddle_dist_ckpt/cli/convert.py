@@ -91,9 +91,14 @@ def convert(
     """
     from ..export_calls import export
     from ..options import LoadOptions
+    from ..wiring import members, refuse
     from .making import read_rules
 
-    rules = LoadOptions() if recipes is None else read_rules(recipes)
+    rules = LoadOptions()
+    try:
+        rules = rules if recipes is None else read_rules(recipes)
+    except Exception as error:  # perhaps of this host's file alone
+        refuse(members(None, rules), rules, error, "export")
     report = export(
         path,
         out,

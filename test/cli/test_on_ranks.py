@@ -35,6 +35,20 @@ def test_two_ranks_verify(tmp_path: Path) -> None:
     assert (code, len(found["problems"])) == (1, 2)
 
 
+def test_recipes_that_one_rank_cannot_read_end_it_on_all(tmp_path: Path) -> None:
+    """As where the file is on one host only."""
+    pytest.importorskip("paddle")
+    save_model(tmp_path / "a", {"w": make_array((4, 5))})
+    (tmp_path / "rules-0.py").write_text("recipes = {}")
+    program = "import os, sys\nfrom paddle_dist_ckpt.cli.main import main\n\n"
+    program += "sys.argv[-1] = sys.argv[-1].replace('RANK', os.environ['PADDLE_TRAINER_ID'])\nmain()\n"
+    rules = tmp_path / "rules-RANK.py"
+    (code, first), (other, second) = forked(tmp_path, program, "merge", tmp_path / "a", "out", "--recipes", rules)
+    assert (code, other) == (2, 2)
+    assert "rank 1: FileNotFoundError" in first, first
+    assert "No such file or directory" in second, second
+
+
 def test_ranks_that_see_other_checkpoints_say_so(tmp_path: Path) -> None:
     """As of folders of the same name on two hosts."""
     for name in "ab":
