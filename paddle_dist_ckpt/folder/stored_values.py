@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,13 @@ _TOGETHER, _BYTES_TOGETHER = 1024, 1 << 20  # values that are read together at t
 _MANY_DAMAGED = 64  # values
 
 
-def read_values(storage: Storage, metadata: Metadata, rows: Sequence[int]) -> Iterator[Any]:
-    """The values that are stored as entries, for these places in the table.
+def read_values(
+    storage: Storage,
+    metadata: Metadata,
+    rows: Sequence[int],
+    decode: Callable[[memoryview], Any] = decode_value,
+) -> Iterator[Any]:
+    """The values that are stored as entries, for these places in the table, as they are decoded.
 
     In place of a value that is damaged, or no value, comes the CheckpointCorruptedError that says so.
 
@@ -42,7 +47,7 @@ def read_values(storage: Storage, metadata: Metadata, rows: Sequence[int]) -> It
         try:
             with decoding(metadata.key(table.paths[row])):
                 room.take(data.data)
-                value = decode_value(data.data)
+                value = decode(data.data)
         except CheckpointCorruptedError as error:
             yield error
         else:

@@ -42,6 +42,7 @@ class Answering:
         unmatched: The keys of recipes that no rank has a tensor for.
         allow_missing: Patterns of wanted keys that need not be there.
         wanted_keys: Finds the flat keys that all ranks ask for.
+        read: See :class:`.stored_paths.StoredPaths`.
 
     Attributes:
         files: The data files, each with its number of blocks.
@@ -57,12 +58,13 @@ class Answering:
         unmatched: Sequence[str] = (),
         allow_missing: Sequence[str] = (),
         wanted_keys: Callable[[], Collection[str]] = set,
+        read: Callable[[int], Any] = lambda place: None,
     ) -> None:
         self._metadata, self._ranks_on_host, self._unmatched = metadata, ranks_on_host, unmatched
         self._groups = [frozenset(ranks[i : i + _GROUP]) for i in range(0, len(ranks), _GROUP)]
         self._ranks = frozenset(ranks)
         self.hints = Hints(metadata, wanted_keys)
-        self._stored = StoredPaths(metadata, self.hints)
+        self._stored = StoredPaths(metadata, self.hints, read)
         self._values = ValueAnswers(metadata, self._stored, self.hints, self._ranks, matcher(allow_missing))
         self._flat_keys = FlatKeys(self._stored.paths)
         self.first_block, counts = metadata.blocks
@@ -75,7 +77,7 @@ class Answering:
 
     @cached_property
     def _path_of_key(self) -> Any:
-        return path_of_key(self._metadata)
+        return path_of_key(self._metadata, self._stored.parts_at)
 
     def answer(self, wanted: WantedPaths, arranged: Mapping[str, Arranged | None]) -> list[tuple[Set[int], LoadAnswer]]:
         """What the checkpoint has of what ranks want; of tensors that are arranged by flat key, of their parts.
@@ -108,7 +110,8 @@ class Answering:
         for key in wanted.sources:
             self._answer_source(key, found)
         self._lacking.append((wanted.tensors, {*found.unfit, *found.skipped}))
-        self._is_asked[list(found.tensors)] = True
+        index = self._metadata.table.index
+        self._is_asked[[*found.tensors, *(index[path] for path in self._stored.apart if path in index)]] = True
         self._is_asked[[place for place in match.places(wanted.kept) if place is not None]] = True
         for optimizer, parameter in wanted.frozen:
             place = places.get(parameter)

@@ -8,9 +8,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from ..files.metadata import Metadata
-from ..tree.paths import WILDCARD, ListIndex, TupleIndex, containers_of, join, plain_key
+from ..tree.paths import WILDCARD, Part, containers_of, join, plain_key
 
 __all__ = [
     "LEFT_OUT",
@@ -137,22 +138,18 @@ def _lookup(keys: Mapping[str, str | None]) -> Callable[[str], str | None]:
     return find
 
 
-def path_of_key(metadata: Metadata) -> Callable[[str], str]:
+def path_of_key(metadata: Metadata, parts_at: Callable[[str], Mapping[Part, Any]]) -> Callable[[str], str]:
     """A function that gives the path of a flat key in a checkpoint.
 
     Of a key that the checkpoint does not have it is where that would be: in the container whose key is the longest
     beginning of it; or in a list or tuple that is stored as one value, which is taken apart for it. A key that several
-    paths have unless they are escaped, as they all are, is that of none.
+    paths have unless they are escaped, as they all are, is that of none. ``parts_at`` gives the parts of what is such a
+    list, by its path, and nothing of anything else.
     """
     paths = metadata.paths
     ambiguous = {key for key, count in Counter(map(plain_key, metadata.special_keys)).items() if count > 1}
     by_key = {metadata.key(path): path for path in paths}
     containers = {plain_key(container): container for container in containers_of(paths)}
-    lists = {
-        metadata.key(path): (path, ListIndex if isinstance(tree, list) else TupleIndex)
-        for path, tree in metadata.value_records
-        if isinstance(tree, list) or (isinstance(tree, dict) and "tuple" in tree)
-    }
 
     def find(key: str) -> str:
         if key in by_key:
@@ -169,9 +166,9 @@ def path_of_key(metadata: Metadata) -> Callable[[str], str]:
             if key[:end] in containers:
                 return join(containers[key[:end]], key[end + 1 :])
             number, *rest = key[end + 1 :].split(".")
-            if key[:end] in lists and number.isdecimal():
-                path, place = lists[key[:end]]
-                return functools.reduce(join, rest, join(path, place(int(number))))
+            if number.isdecimal() and key[:end] in by_key and (parts := parts_at(by_key[key[:end]])):
+                place = type(next(iter(parts)))
+                return functools.reduce(join, rest, join(by_key[key[:end]], place(int(number))))
             end = key.rfind(".", 0, end)
         return join("", key)
 

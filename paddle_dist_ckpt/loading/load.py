@@ -385,8 +385,7 @@ def _values(fit: Fit, room: Room) -> dict[str, Any]:
     """The values by path: those of `.metadata`, and those that were read from entries of data files. The answer's lists
     become those of the values.
 
-    Where the state_dict has None, an empty dict or a list at a path below which values are stored, these become one
-    tree.
+    Where the state_dict has a value, or an empty dict, at a path below which values are stored, these become one tree.
     """
     ours = fit.answer.values.items()
     values = {path: from_jsonable(tree, kept=False) for path, tree in ours if path not in fit.refused}
@@ -401,7 +400,7 @@ def _values(fit: Fit, room: Room) -> dict[str, Any]:
     values |= fit.wanted.left_own
     paths = sorted(values)
     for path, present in fit.wanted.values.items():
-        if present in ("none", "empty", "list") and path not in values:
+        if present in ("none", "empty", "list", "other") and path not in values:
             first, last = bisect.bisect_left(paths, path + "/"), bisect.bisect_left(paths, path + "0")
             if first < last:
                 values[path] = build_tree((p[len(path) :], values.pop(p)) for p in paths[first:last])

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,8 +25,10 @@ from ..errors import (
 from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes
 from ..folder.context import check_folders, folders_text
+from ..folder.stored_values import read_values
 from ..storage.base import FolderIdentity
 from ..tree.paths import plain_key
+from ..tree.values import decode_jsonable
 from .answering import Answering
 from .exchange_orders import ExchangePlanner
 from .key_map import OWN_KEY, matcher, unmatched_text
@@ -108,7 +111,7 @@ class LoadCoordinator:
         find_keys = functools.partial(_keys_of, wanted.values())
         objects = {plain_key(path) for one in wanted.values() for path, has in one.values.items() if has == "object"}
         ranks, missing = self._session.ranks, self._options.allow_missing
-        self._answering = Answering(metadata, ranks, on_host, keys, missing, find_keys)
+        self._answering = Answering(metadata, ranks, on_host, keys, missing, find_keys, self._stored_form)
         self._mismatches = MismatchCheck(
             self._storage.location,
             metadata,
@@ -135,6 +138,17 @@ class LoadCoordinator:
             rank: next(one for group, one in answered[request.wanted] if rank in group)
             for rank, request in requests.items()
         }
+
+    def _stored_form(self, place: int) -> Any:
+        """See :class:`.stored_paths.StoredPaths`; None of a value that is in another folder."""
+        metadata = self._metadata
+        file = metadata.files[metadata.table.shard_file[metadata.table.first_shard[place]]]
+        if len(self._groups) > 1 and file.name not in self._storage.names():
+            return None
+        (found,) = read_values(self._storage, metadata, [place], decode_jsonable)
+        if isinstance(found, CheckpointCorruptedError):
+            raise found
+        return found
 
     def _arranged(self, wanted: Sequence[WantedPaths]) -> dict[str, Arranged | None]:
         """What wanted tensors are made of, by flat key, as the framework says."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from ..core.cached import cached_property
 from ..core.shards import Kind
 from ..files.metadata import Metadata
 from ..tree.names import scheduler_of
-from ..tree.paths import is_own, join, plain_key
+from ..tree.paths import Part, is_own, join, plain_key
 from ..tree.stored_values import leaves_of, parts_of
 from .hints import Hints
 from .wording import A_TENSOR, MEANT, MISSING
@@ -26,20 +27,24 @@ class StoredPaths:
     Args:
         metadata: What `.metadata` says.
         hints: What may be meant by keys that are missing.
+        read: Reads the value, in the form in which it is stored, that is an entry at a place in the table.
 
     Attributes:
         paths: All of them, ascending.
         values: The values that `.metadata` has itself, in the form in which they are stored.
         index: The places of all else in the table.
         blobs: The places of values among these.
+        apart: The paths of lists that were taken apart, whose parts are among ``values`` now.
     """
 
-    def __init__(self, metadata: Metadata, hints: Hints) -> None:
-        self._metadata, self._hints = metadata, hints
-        self.index = metadata.table.index
+    def __init__(self, metadata: Metadata, hints: Hints, read: Callable[[int], Any]) -> None:
+        self._metadata, self._hints, self._read = metadata, hints, read
+        self.index: Mapping[str, int] = metadata.table.index
         self.values: dict[str, Any] = dict(metadata.value_records)
         self.paths = sorted([*metadata.table.paths, *self.values])
         self.blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
+        self.apart: set[str] = set()
+        self._parts: dict[str, dict[Part, Any]] = {}
 
     def below(self, path: str) -> list[str]:
         """The paths below one, ascending."""
@@ -69,6 +74,13 @@ class StoredPaths:
         below = self.below(path)
         return bool(below) and below[0].startswith(("~l", "~t"), len(path) + 1) and all(map(self.is_value, below))
 
+    def parts_at(self, path: str) -> dict[Part, Any]:
+        """The parts of the list or tuple that is stored at a path as one value; nothing of anything else."""
+        if path not in self._parts:
+            is_entry = self.is_value(path) and path not in self.values
+            self._parts[path] = parts_of(self._read(self.index[path]) if is_entry else self.values.get(path))
+        return self._parts[path]
+
     def take_apart(self, path: str) -> dict[str, list[str]]:
         """Take apart a list or tuple that is stored as one value, and has this path in it. One of values alone is
         stored so, and one of objects is not, though all that these have may be values.
@@ -79,14 +91,16 @@ class StoredPaths:
         found = dict[str, list[str]]()
         for end in [place.start() for place in re.finditer("/", path)][1:]:
             above = path[:end]
-            parts = parts_of(self.values.get(above))
-            if parts:
-                del self.values[above], self.paths[bisect.bisect_left(self.paths, above)]
+            if self.is_value(above) and (parts := self.parts_at(above)):
+                self.apart.add(above)
+                if self.values.pop(above, None) is None:
+                    self.index = {other: place for other, place in self.index.items() if other != above}
+                del self.paths[bisect.bisect_left(self.paths, above)]
                 below = dict(leaf for part, tree in parts.items() for leaf in leaves_of(join(above, part), tree))
                 self.values |= below
                 found[above] = sorted(below)
-                place = bisect.bisect_left(self.paths, above + "/")
-                self.paths[place:place] = found[above]
+                first = bisect.bisect_left(self.paths, above + "/")
+                self.paths[first:first] = found[above]
         return found
 
     @cached_property

@@ -97,17 +97,20 @@ class ValueAnswers:
     def _answer_value(self, path: str, source: str, present: str, arrays: Container[str], found: Draft) -> None:
         """A value that is wanted at a path, and would be stored at ``source``; ``arrays``: see ``_answer_object``."""
         stored, of_scheduler = self._stored.values.get(source), scheduler_of(path) is not None
+        is_apart = source in self._stored.apart
         is_array = of_scheduler and self._stored.is_array(source) and present not in DICTS
         if of_scheduler and self._stored.looks_like_array(source) and (present == "none" or path in arrays):
             found.arrays.add(self._stored.index[source])
             is_array = True
         if present == "own":
             self._answer_own(path, source, found)
-        elif source in self._stored.values and present != "none" and (present in DICTS) != is_dict(stored):
+        elif (
+            (source in self._stored.values or is_apart) and present != "none" and (present in DICTS) != is_dict(stored)
+        ):
             found.unfit[path] = value_text(is_dict(stored))
         elif self._stored.is_value(source) or is_array:
             self._take(source, path, found)
-        elif present == "none" or (present == "list" and self._stored.is_list(source)):
+        elif present == "none" or (present == "list" and self._stored.is_list(source)) or is_apart:
             self._answer_subtree(path, source, found)
         elif present == "empty" and source not in self._stored.index:
             self._answer_empty(path, source, found)

@@ -40,6 +40,7 @@ __all__ = [
     "DECODE_ERRORS",
     "are_same",
     "begins_a_dict",
+    "decode_jsonable",
     "decode_value",
     "encode_value",
     "from_jsonable",
@@ -86,6 +87,16 @@ def decode_value(data: bytes | memoryview) -> Any:
     """
     with decoding("a stored value cannot be decoded"), no_collections():
         return _value(_DECODER.decode(data), 0, False)
+
+
+def decode_jsonable(data: bytes | memoryview) -> Any:
+    """The tree that :func:`encode_value` wrote, see :func:`to_jsonable`.
+
+    Raises:
+        CheckpointCorruptedError: the data are no JSON.
+    """
+    with decoding("a stored value cannot be decoded"), no_collections():
+        return _DECODER.decode(data)
 
 
 def are_same(value: Any, other: Any) -> bool:

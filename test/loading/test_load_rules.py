@@ -39,6 +39,7 @@ from test.jobs import (
     load_on,
     load_whole,
     make_array,
+    replaced_bytes,
     same_bits,
     save_alone,
     save_on,
@@ -316,9 +317,10 @@ def test_a_list_of_objects_and_one_of_what_they_return_can_load_each_other(tmp_p
             assert alike([nested["l"]["in"][0], nested["l"]["in"][1].state, nested["l"]["in"][2]], states)
 
 
+@pytest.mark.parametrize("large", [0, 2000])
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_a_key_map_says_where_a_list_of_what_objects_return_is(tmp_path: Path, kind: Any) -> None:
-    states = kind([{"n": 3}, {"n": 4, "l": [5]}])
+def test_a_key_map_says_where_a_list_of_what_objects_return_is(tmp_path: Path, kind: Any, large: int) -> None:
+    states = kind([{"n": 3}, {"n": 4, "l": [5] * (large + 1)}])
     for number, stored in enumerate((states, kind(map(counter, states)))):
         save_alone({"x": {"a": stored}}, tmp_path, number)
         for key_map in ({"b": "x.a"}, {"b.0": "x.a.0", "b.1": "x.a.1"}, {"b.0": "x.a.1", "b.1": "x.a.0"}):
@@ -330,6 +332,41 @@ def test_a_key_map_says_where_a_list_of_what_objects_return_is(tmp_path: Path, k
     both: dict[str, Any] = {"x": {"a": kind([None])}, "b": Counter()}
     report = load_alone(both, tmp_path, 0, LoadOptions(key_map={"b": "x.a.0"}, strict="all"))
     assert (both["x"]["a"], both["b"].state, report.unused_keys) == (states, {"n": 3}, ())
+
+
+@pytest.mark.parametrize("large", ["", "x" * 5000])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("there", [0, None, [], [1], {}])
+def test_a_list_of_which_other_ranks_want_parts(tmp_path: Path, there: Any, first: int, large: str) -> None:
+    states = [{"n": 3, "text": large}, {"n": 4}]
+    save_alone({"l": states}, tmp_path)
+    ranks: list[dict[str, Any]] = [{"l": [Counter(), Counter()]}, {"l": there}]
+    reports = try_load(ranks[::-1] if first else ranks, tmp_path)
+    if there == {}:
+        for error in errors_of(reports, StateDictMismatchError):
+            assert "l: the state_dict has a dict, in the checkpoint it is a value that is no dict" in str(error)
+    else:
+        assert [report.unused_keys for report in all_ok(reports)] == [(), ()]
+        assert ranks[1] == {"l": states}
+        assert [one.state for one in ranks[0]["l"]] == states
+
+
+def test_a_large_list_of_objects_that_is_damaged_or_gone(tmp_path: Path) -> None:
+    save_alone({"l": [{"text": "x" * 5000}]}, tmp_path)
+    (file,) = data_files(tmp_path)
+    with replaced_bytes(file, {file.stat().st_size - 100: 7}), pytest.raises(CheckpointCorruptedError, match=r"\bl\b"):
+        load_alone({"l": [Counter()]}, tmp_path)
+    file.unlink()
+    with pytest.raises(CheckpointCorruptedError, match=f"{file.name} is missing"):
+        load_alone({"l": [Counter()]}, tmp_path)
+
+
+def test_a_large_list_of_objects_in_a_folder_that_the_coordinator_does_not_see(tmp_path: Path) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    save_on([{}, {"l": [{"text": "x" * 5000}]}], folders)
+    states = [{}, {"l": [Counter()]}]
+    for error in errors_of(try_load(states, folders), StateDictMismatchError):
+        assert "l.0: the state_dict has an object, in the checkpoint it is missing" in str(error)
 
 
 def test_of_a_list_of_values_what_no_object_takes_is_not_asked_for(tmp_path: Path) -> None:
