@@ -15,7 +15,8 @@ The kinds are ``model``, and in PaddleNLP's unified checkpoints ``optimizer`` (w
 ``(kind, key)``. Files of torch.distributed.checkpoint say where in its tensor each entry belongs.
 
 PaddleNLP writes numpy's arrays, and bfloat16 as uint16, which Paddle takes for nothing else. Such files say
-``"format": "np"`` of themselves.
+``"format": "np"`` of themselves. PaddleFormers does so too where it saves in the background, but they may say that they
+are of torch: there the model's `config.json` tells that it is of bfloat16.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .budget import Budget
 from .catalog import Catalog, Piece
 from .checks import shown
 from .paddle import data_of_paddle
-from .safetensors_header import HeaderEntry, SafetensorsHeader, read_safetensors_header
+from .safetensors_header import HeaderEntry, SafetensorsHeader, read_safetensors_header, spend_on_json
 from .weight_maps import OF_INDEX, weight_map_of
 from .window import WindowedFile
 
@@ -57,6 +58,7 @@ _OWN = re.compile(
 )  # a data file of this library, without its `.metadata`
 
 
+_CONFIG = "config.json"
 _OFFSETS = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's: where each entry begins in its tensor, as JSON
 
 
@@ -64,8 +66,14 @@ class _SavedOffsets(msgspec.Struct, frozen=True):
     saved_offsets: tuple[int, ...]
 
 
+class _Config(msgspec.Struct, frozen=True):
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
 # Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
 _OFFSETS_DECODER = msgspec.json.Decoder(dict[str, _SavedOffsets])
+_CONFIG_DECODER = msgspec.json.Decoder(_Config)
 
 
 class _StateFiles(NamedTuple):
@@ -141,7 +149,11 @@ def _entries(
         with WindowedFile(storage, name, budget) as file:
             header = read_safetensors_header(file)
         offsets = _offsets(header, name)
-        for key, entry in _as_meant(header).items():
+        entries = header.entries
+        is_as_numpy = header.metadata.get("format") == "np"
+        if _has_uint16_alone(header) and (is_as_numpy or _is_of_bfloat16(storage, names, budget)):
+            entries = _as_bfloat16(entries)
+        for key, entry in entries.items():
             found.setdefault(key, []).append(_Entry(name, entry, offsets.get(key)))
         for key, reason in header.refused.items():
             if weight_map.get(key, name) == name:
@@ -192,14 +204,32 @@ def _check_counted(files: Iterable[str]) -> None:
             )
 
 
-def _as_meant(header: SafetensorsHeader) -> dict[str, HeaderEntry]:
-    """The entries: those of uint16 as bfloat16 if a library wrote them that has to store it so."""
-    written_as_numpy = header.metadata.get("format") == "np"
-    if not written_as_numpy or any(entry.dtype.name == "bfloat16" for entry in header.entries.values()):
-        return header.entries
+def _has_uint16_alone(header: SafetensorsHeader) -> bool:
+    """Whether there are entries of uint16, which may be meant as bfloat16, and none of that."""
+    names = {entry.dtype.name for entry in header.entries.values()}
+    return "uint16" in names and "bfloat16" not in names
+
+
+def _is_of_bfloat16(storage: Storage, names: set[str], budget: Budget) -> bool:
+    """Whether the model's configuration says so."""
+    if _CONFIG not in names:
+        return False
+    with WindowedFile(storage, _CONFIG, budget) as file:
+        text = file.read_large(0, file.size)
+        spend_on_json(file, text)
+    try:
+        config = _CONFIG_DECODER.decode(text)
+    except DECODE_ERRORS:
+        return False
+    return "bfloat16" in (config.dtype, config.torch_dtype)
+
+
+def _as_bfloat16(entries: dict[str, HeaderEntry]) -> dict[str, HeaderEntry]:
+    """The entries, those of uint16 as what a library means that has to store bfloat16 so."""
+    of_bfloat16 = DTYPES["bfloat16"]
     return {
-        key: entry._replace(dtype=DTYPES["bfloat16"]) if entry.dtype.name == "uint16" else entry
-        for key, entry in header.entries.items()
+        key: entry._replace(dtype=of_bfloat16) if entry.dtype.name == "uint16" else entry
+        for key, entry in entries.items()
     }
 
 

@@ -374,6 +374,29 @@ def test_uint16_of_numpy_is_what_paddle_takes_it_for(
     assert {tensor.path[0]: tensor.dtype.name for tensor in read(tmp_path).tensors}["w"] == expected
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ('{"model_type": "llama", "torch_dtype": "bfloat16"}', "bfloat16"),
+        ('{"dtype": "bfloat16"}', "bfloat16"),
+        ('{"torch_dtype": "float32"}', "uint16"),
+        ('{"dtype": ["bfloat16"]}', "uint16"),
+        ('{"dtype"', "uint16"),
+    ],
+)
+@pytest.mark.parametrize("told", [None, {"format": "pt"}])
+def test_uint16_is_what_the_configuration_says(
+    config: str, expected: str, told: dict[str, str] | None, tmp_path: Path
+) -> None:
+    """As PaddleFormers saves a model of bfloat16 in the background."""
+    save_file({"w": np.ones(2, np.uint16)}, tmp_path / "model.safetensors", told)
+    (tmp_path / "config.json").write_text(config)
+    assert [tensor.dtype.name for tensor in read(tmp_path).tensors] == [expected]
+    header: Any = {"w": entry("U16", [2], 0, 4), "b": entry("BF16", [1], 4, 6)}
+    (tmp_path / "model.safetensors").write_bytes(file_of(header, bytes(6)))
+    assert {tensor.path[0]: tensor.dtype.name for tensor in read(tmp_path).tensors} == {"w": "uint16", "b": "bfloat16"}
+
+
 def test_each_file_says_for_itself_whether_its_uint16_is_bfloat16(tmp_path: Path) -> None:
     save_file({"a": np.ones(2, np.uint16)}, tmp_path / "model-00001-of-00002.safetensors", {"format": "np"})
     save_file({"b": np.ones(2, np.uint16)}, tmp_path / "model-00002-of-00002.safetensors", {"format": "pt"})
