@@ -16,7 +16,7 @@ import pytest
 from paddle_dist_ckpt import verify
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, RankFailureError
-from paddle_dist_ckpt.options import LoadOptions
+from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import (
     alike,
@@ -239,6 +239,27 @@ def test_a_disk_that_fails_in_the_middle_of_a_file_is_a_problem_of_each_tensor_t
     report = verify(FaultyStorage(tmp_path, fail))
     assert report.problems
     assert all("Input/output error" in problem for problem in report.problems)
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 20, 4 << 20])
+def test_a_file_that_is_cut_while_it_is_verified_is_a_problem(tmp_path: Path, block_bytes: int) -> None:
+    """Also in the middle of a block that is read in several pieces."""
+    save_alone({"w": np.ones(4 << 20, np.uint8)}, tmp_path, options=SaveOptions(block_bytes=block_bytes))
+    (file,) = data_files(tmp_path)
+    reads: list[str] = []
+
+    def cut(operation: str, name: str) -> None:
+        if operation == "read_into" and name == file.name:
+            reads.append(name)
+            if len(reads) == last:
+                os.truncate(file, file.stat().st_size - 1)
+
+    last = 1 << 30
+    assert verify(FaultyStorage(tmp_path, cut)).ok
+    last = len(reads)
+    del reads[:]
+    (problem,) = verify(FaultyStorage(tmp_path, cut)).problems
+    assert problem.startswith(f"w: {file} ends at byte ")
 
 
 def test_a_file_of_another_format_that_cannot_be_opened_any_more_is_a_problem(tmp_path: Path) -> None:
