@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..core.progress import Progress
 from ..core.protocols import ControlSession
+from ..core.text import encodable
 from ..exporting.plan import divide_files
 from ..files.holes import HoleBudget
 from ..files.metadata import Metadata
@@ -74,9 +75,9 @@ def verify_together(
                 for file in mine:
                     session.check()
                     found = check_file(storage, metadata, file, bar, budget)
-                    problems += [Problem(metadata.files[file].name, text) for text in found]
+                    problems += [Problem(metadata.files[file].name, encodable(text)) for text in found]
             found = check_values(storage, metadata, slice(rank, None, len(session.ranks)))
-            return problems + [Problem(None, text) for text in found]
+            return problems + [Problem(None, encodable(text)) for text in found]
 
         parts = gathered(session, "check", check, list[Problem])
         found = [problem for part in parts for problem in part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from paddle_dist_ckpt.cli.output import human_bytes
@@ -40,6 +41,14 @@ def test_every_damaged_tensor_and_file_is_named(tmp_path: Path) -> None:
     for problem in found["problems"]:
         assert problem["text"] in text
     assert sum("model." in line and first.name in line for line in text.splitlines()) == 2
+
+
+def test_damage_in_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"of another encoding: \xff")
+    save_model(folder, ARRAYS)
+    data_files(folder)[0].write_bytes(b"short")
+    (problem,) = answer("verify", folder, code=1)["problems"]
+    assert "of another encoding: \\udcff/" in problem["text"]
 
 
 def test_what_cannot_be_verified(tmp_path: Path) -> None:
