@@ -46,7 +46,9 @@ def test_every_damaged_tensor_and_file_is_named(tmp_path: Path) -> None:
 def test_damage_in_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"of another encoding: \xff")
     save_model(folder, ARRAYS)
-    data_files(folder)[0].write_bytes(b"short")
+    path = data_files(folder)[0]
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     (problem,) = answer("verify", folder, code=1)["problems"]
     assert "of another encoding: \\udcff/" in problem["text"]
 
