@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..core.parts import Arranged, SourceTensor
 from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
-from ..tree.paths import WILDCARD, flat_keys, plain_key, plain_keys
+from ..tree.paths import WILDCARD, escaped_key, flat_keys, plain_key, plain_keys, without_escapes
 from ..visible import visible
 
 __all__ = ["Chosen", "Selection", "below", "checked_keys", "select", "select_keys", "selected_of", "unread"]
@@ -96,7 +96,11 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
         wanted = set().union(*matched.values())
         chosen = {path: rest for path, rest in chosen.items() if path in wanted}
     if len(set(chosen.values())) < len(chosen):
-        raise CheckpointError(f"below the prefix {prefix!r} there are equal keys from different branches")
+        branches = {escaped_key(path.removesuffix(rest)) for path, rest in chosen.items()} - {prefix}
+        raise CheckpointError(
+            f"below the prefix {prefix!r} there are equal keys from different branches; a prefix with its escapes, "
+            f"such as {min(branches)!r}, means one of them, and so do keys"
+        )
     return chosen
 
 
@@ -130,13 +134,15 @@ def selected_of(keys: Iterable[str], selection: Selection) -> list[str]:
 
 
 def below(path: str, prefix: str | None) -> str | None:
-    """What is left of a path below a prefix that is made of whole parts; None if it is not below it."""
+    """What is left of a path below a prefix that is made of whole parts, with escapes or without; None if it is not
+    below it."""
     if prefix is None:
         return path
-    end = path.find("/", 1 + len(prefix))  # a key is not longer than its path
+    has_escapes = "\\" in prefix
+    end = path.find("/", 1 + len(without_escapes(prefix) if has_escapes else prefix))  # keys are not longer than paths
     while end > 0:
         key = plain_key(path[:end])
-        if key == prefix:
+        if key == prefix or (has_escapes and escaped_key(path[:end]) == prefix):
             return path[end:]
         end = path.find("/", end + 1) if len(key) < len(prefix) else 0
     return None
