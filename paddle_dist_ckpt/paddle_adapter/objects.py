@@ -19,7 +19,7 @@ from paddle.distributed.auto_parallel import api
 
 from ..errors import UnsupportedValueError
 from ..tree.objects import is_stateful, set_state
-from .static_program import SCHEDULER, SLICE, is_program, program_scheduler
+from .static_program import SCHEDULER, SLICE, is_program, program_scheduler, set_program_state
 from .wrappers import INNER, STEPS, is_look_ahead, is_of_paddle, is_wrapper, refusal, unwrapped, without_data_parallel
 
 __all__ = [
@@ -251,7 +251,7 @@ def restore(value: Any, state: dict[str, Any]) -> list[str]:
     if is_optimizer(value):
         return _restore_optimizer(value, state)
     if is_program(value):
-        value.set_state_dict({name: tensor for name, tensor in state.items() if isinstance(tensor, paddle.Tensor)})
+        set_program_state(value, state)
         _restore_rate(program_scheduler(value), state)
     elif isinstance(value, paddle.optimizer.lr.LRScheduler):
         _restore_scheduler(value, state)

@@ -21,6 +21,7 @@ __all__ = [
     "program_layer",
     "program_scheduler",
     "program_state",
+    "set_program_state",
     "variables_by_address",
 ]
 
@@ -29,6 +30,7 @@ SLICE = "slice@"
 """So the names begin of a rank's parts of what tensor fusion has joined, or group sharding's stage 3 has cut, which do
 not say what parts they are."""
 _CONSTANT = re.compile(r"(eager_tmp|generated_tensor)_\d+(\.dist)?")
+_SHARED = "shared_"  # so the names begin of copies of parameters that several pipeline stages use
 SCHEDULER = "LR_Scheduler"  # where states of optimizers and programs have that of their learning rate's scheduler
 
 
@@ -65,6 +67,7 @@ def program_state(model: Any, key: str) -> dict[str, Any]:
             "parameters; ranks have different parts under one such name, and nothing says which. Train without it"
         )
     _leave_out_constants(model, state)
+    _name_shared(model, state)
     _add_tied(model, state)
     scheduler = program_scheduler(model)
     if scheduler is not None and SCHEDULER not in state:
@@ -79,6 +82,14 @@ def _leave_out_constants(model: Any, state: dict[str, Any]) -> None:
     kept = {one.name for one in loss.state_dict().values()} if isinstance(loss, paddle.nn.Layer) else set()
     for name in [name for name in state if _CONSTANT.fullmatch(name) and name not in kept]:
         del state[name]
+
+
+def _name_shared(model: Any, state: dict[str, Any]) -> None:
+    """Give a later pipeline stage's copy of a parameter, as ``auto_parallel_sync_shared_params`` makes it, the key that
+    the parameter has in the layer; the stage itself does not have that. Both are stepped alike."""
+    for name, key in getattr(model, "_parameter_to_structured_name", {}).items():
+        if key not in state and f"{_SHARED}{name}" in state:
+            state[key] = state.pop(f"{_SHARED}{name}")
 
 
 def _add_tied(model: Any, state: dict[str, Any]) -> None:
@@ -101,6 +112,13 @@ def program_scheduler(model: Any) -> Any | None:
     optimizer = getattr(optimizer, "_inner_opt", optimizer)  # that of shard_optimizer
     found = getattr(optimizer, "_learning_rate", None)
     return found if isinstance(found, paddle.optimizer.lr.LRScheduler) else None
+
+
+def set_program_state(model: Any, state: dict[str, Any]) -> None:
+    """Give a DistModel back what :func:`program_state` gave, each tensor under the name of its variable."""
+    names = variables_by_address()
+    tensors = {key: one for key, one in state.items() if isinstance(one, paddle.Tensor)}
+    model.set_state_dict({names.get(one.data_ptr(), key): one for key, one in tensors.items()})
 
 
 def variables_by_address() -> dict[int, str]:

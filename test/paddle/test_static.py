@@ -18,6 +18,7 @@ from test.strategies import some
 
 pytest.importorskip("paddle.distributed.auto_parallel.static.dist_input_spec")  # Paddle has it from 3.0 on
 
+from test.paddle import cases_stages
 from test.paddle import cases_static as cases
 from test.paddle.cases_static import FORMS, LAYOUTS, RANKS, Run
 
@@ -197,6 +198,18 @@ def test_tensors_that_no_layer_has_in_its_state_are_none_of_a_program(tmp_path: 
     assert [key for key in keys if "learning_rate" not in key] == in_state
     assert sorted({*with_loss} - {*in_state})[0].startswith("model.eager_tmp_")
     assert len(with_loss) == len(in_state) + 2
+
+
+def test_parameters_that_pipeline_stages_share(tmp_path: Path) -> None:
+    """Paddle gives the later stage a copy, under another name (auto_parallel_sync_shared_params)."""
+    with RankPool(2) as stages:
+        (before, first, keys), (_, second, _) = stages.run(cases_stages.move_shared, str(tmp_path))
+    of_embedding = sorted(value for name, value in before.items() if name.startswith("embedding"))
+    for loaded in (*first, *second):
+        shared = [name for name in loaded if "embedding" in name and "beta" not in name]
+        assert sorted(loaded[name] for name in shared) == of_embedding
+    of_layer, of_program = ({key.partition(".")[2] for key in each} for each in keys)
+    assert of_layer == of_program - {"learning_rate_0"}
 
 
 def test_what_a_program_does_not_train_is_left_out_if_told_so() -> None:

@@ -20,7 +20,7 @@ from paddle.base.libpaddle import pir
 from paddle.distributed.auto_parallel import api
 from paddle.distributed.auto_parallel.static import engine, process_group
 
-__all__ = ["install"]
+__all__ = ["install", "install_stages"]
 
 _SUM = int(dist.ReduceType.kRedSum)
 
@@ -88,3 +88,29 @@ def _result_of(operator: Any, gathered: list[Any], place: int) -> Any:
         total = functools.reduce(paddle.add, gathered)
         return total if name == "all_reduce" else paddle.split(total, len(gathered), 0)[place]
     raise NotImplementedError(f"{operator} is not known here")
+
+
+def install_stages() -> None:
+    """Let this process make programs whose pipeline stages are on different ranks, in place of :func:`install`.
+
+    They do not run: what stages send each other is for GPUs only. The values that go from stage to stage while a
+    program is made are broadcast.
+    """
+    process_group.ProcessGroup.instantiate = _instantiate
+    paddle._legacy_C_ops.barrier = lambda *_: None
+    paddle.device.synchronize = lambda *_: None
+    paddle.base.core.reshard = functools.partial(_to_mesh, paddle.base.core.reshard)
+
+
+def _to_mesh(reshard: Any, parameter: Any, goal: Any) -> Any:
+    """A parameter on a mesh; on other ranks one that has no memory."""
+    source, ranks = parameter.process_mesh.process_ids, goal.process_mesh.process_ids
+    if source == ranks:
+        return reshard(parameter, goal) if parameter._is_initialized() else parameter
+    with paddle.base.dygraph.guard():
+        mesh = dist.ProcessMesh(list(ranks), dim_names=["stage"])
+        value = parameter._local_value().clone() if parameter._is_initialized() else paddle.zeros(parameter.shape)
+        dist.broadcast(value.detach(), source[0])
+        if dist.get_rank() in ranks:
+            return api.dtensor_from_local(value, mesh, [dist.Replicate()])
+        return dist.shard_tensor(value, mesh, [dist.Replicate()])
