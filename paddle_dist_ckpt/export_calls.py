@@ -15,7 +15,7 @@ from .recipes import dtype_name
 from .reports import ExportReport
 from .state_exports import export_state_with
 from .storage import local_path
-from .wiring import checked_id, connected, export_with, members, refuse
+from .wiring import checked_id, connected, enter_with, export_with, members, refuse
 
 __all__ = ["export", "export_request", "export_state_dict"]
 
@@ -89,9 +89,10 @@ def export(
         >>> transposed = {"model.{layer}.weight": stored("model.{layer}.weight").T}  # doctest: +SKIP
         >>> export("checkpoints", "for_torch", options=LoadOptions(recipes=transposed))  # doctest: +SKIP
     """
-    options = checked("options", options, LoadOptions) or LoadOptions()
+    options, check = enter_with(options, LoadOptions)
     ranks = members(process_group, options)
     try:
+        check()
         refuse_unused("export", options, _NOT_USED, _INSTEAD)
         request = export_request(out, format, unique_id, prefix, keys, dtype, max_shard_bytes)
     except Exception as error:
@@ -143,9 +144,10 @@ def export_state_dict(
         >>> report.files, report.tensors
         (('model.safetensors',), 1)
     """
-    options = checked("options", options, SaveOptions) or SaveOptions()
+    options, check = enter_with(options, SaveOptions)
     ranks = connected(process_group, coordinator_rank, options)
     try:
+        check()
         request = export_request(out, format, None, prefix, keys, dtype, max_shard_bytes)
     except Exception as error:
         refuse(ranks, options, error, "export_state_dict")

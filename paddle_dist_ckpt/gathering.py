@@ -19,13 +19,13 @@ from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
 from .loading.wanted import collect
 from .loading.whole import load_on
-from .options import LoadOptions, SaveOptions, as_integer, checked, takes
+from .options import LoadOptions, SaveOptions, as_integer, takes
 from .reports import LoadReport
 from .saving.present import Filled, present
 from .tree.building import build_tree
 from .tree.own_values import with_own
 from .tree.state_dict import Leaves, PerRank, flatten
-from .wiring import arranger_of, check_bool, connected
+from .wiring import arranger_of, check_bool, connected, enter_with
 
 __all__ = ["gather_state_dict", "scatter_state_dict"]
 
@@ -72,10 +72,11 @@ def gather_state_dict(
     from .paddle_adapter import PaddleAdapter
     from .paddle_adapter.frozen import without_frozen
 
-    options = checked("options", options, SaveOptions) or SaveOptions()
+    options, check = enter_with(options, SaveOptions)
     ranks = connected(process_group, 0, options)
     reading = LoadOptions(timeout=options.timeout, exchange="always", progress=options.progress, separate_folders=True)
     with ranks.session("gather_state_dict", options.timeout) as made, made as session:
+        check()
         check_bool("offload", offload)
         receiver = _agree(session, rank, frozen)
         adapter = PaddleAdapter(ranks.rank)
@@ -137,10 +138,11 @@ def scatter_state_dict(
     from .paddle_adapter import PaddleAdapter
     from .paddle_adapter.frozen import without_frozen
 
-    options = checked("options", options, LoadOptions) or LoadOptions()
+    options, check = enter_with(options, LoadOptions)
     ranks = connected(process_group, 0, options)
     reading = dataclasses.replace(options, exchange="always", separate_folders=True)
     with ranks.session("scatter_state_dict", options.timeout) as made, made as session:
+        check()
         sender = _agree(session, rank, frozen)
         adapter = PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes))
 

@@ -52,6 +52,7 @@ __all__ = [
     "pass_over_last_save",
     "prepare_save",
     "refuse",
+    "save_kind",
     "save_with",
     "source_of",
 ]
@@ -125,8 +126,7 @@ def save_with(
         replace_newest: Without a number, replace the newest checkpoint, by the coordinator's listing.
         kind: What the session is called.
     """
-    kind = f"{kind}(async_save=True)" if in_background else kind
-    ticket, made = Ticket(), ranks.hub.session(kind, options.timeout)
+    ticket, made = Ticket(), ranks.hub.session(save_kind(in_background, kind), options.timeout)
     memory = ranks.memory.setdefault("save", SaveMemory())
     try:
         memory.turn.join(ticket)
@@ -144,6 +144,11 @@ def save_with(
         ticket.over = ticket.over or not ticket.goes_on  # first, as it calls nothing, so that no other comes between
         if not ticket.goes_on:
             made.__exit__(*sys.exc_info())
+
+
+def save_kind(in_background: bool, kind: str = "save_state_dict") -> str:
+    """What the session of a save is called: all ranks must make it in the background, or none."""
+    return f"{kind}(async_save=True)" if in_background else kind
 
 
 def prepare_save(ranks: Ranks, nbytes: int) -> None:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from ..control.session import Ending
 from ..core.protocols import ControlSession
@@ -27,12 +27,23 @@ from ..core.threads import after_fork
 from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..folder.delete import Deletion
 from ..folder.nothing import steps_text
-from ..options import LoadOptions, SaveOptions, as_integer, checked
+from ..options import LoadOptions, SaveOptions, as_integer
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..saving.save import After
 from ..storage import LocalStorage, as_storage, bounded_folders
-from ..wiring import Find, check_bool, connected, load_with, paddles, pass_over_last_save, save_with
+from ..wiring import (
+    Find,
+    check_bool,
+    connected,
+    enter_with,
+    load_with,
+    paddles,
+    pass_over_last_save,
+    refuse,
+    save_kind,
+    save_with,
+)
 from .agreement import agree
 from .held_log import held_back
 from .preparation import Preparation
@@ -45,6 +56,10 @@ from .steps import NOTE, Steps, check_seconds, checked_metrics, checked_step, st
 __all__ = ["CheckpointManager"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+_ALONE = (
+    "the ranks of a manager restore together, so LoadOptions(no_dist=True) has no effect; load_state_dict(state, "
+    "path, options=...) of a step's folder loads on one rank alone"
+)
 
 
 class CheckpointManager:
@@ -102,8 +117,7 @@ class CheckpointManager:
         coordinator_rank: int = 0,
         save_on_sigterm: bool = False,
     ) -> None:
-        self._options = checked("options", options, SaveOptions) or SaveOptions()
-        check_bool("async_save", async_save)
+        self._options, check = enter_with(options, SaveOptions)
         self._ranks = connected(process_group, coordinator_rank, self._options)
         self._async_save = async_save
         self._preparation = Preparation(self._ranks, self._options, async_save)
@@ -116,6 +130,8 @@ class CheckpointManager:
             "save_interval_seconds": save_interval_seconds,
         }
         with self._session("CheckpointManager") as made, made as session:
+            check()  # all of this in the session, so that the other ranks hear of it
+            check_bool("async_save", async_save)
             folder = as_storage(root)
             if not isinstance(folder, LocalStorage):
                 raise TypeError(f"root must be a str or a PathLike, not {type(root).__name__}")
@@ -129,6 +145,7 @@ class CheckpointManager:
             self._folders = functools.partial(bounded_folders, self._options.progress_timeout, self._ranks.rank)
             plain = {name: as_integer(value) for name, value in arguments.items()}  # who was told them may have numpy's
             said = {name: repr(value if plain[name] is None else plain[name]) for name, value in arguments.items()}
+            said["async_save"] = repr(async_save)
             name = agree(session, said, self._check_root, self._root.name)
         every_step = save_interval_steps is None and save_interval_seconds is None
         self._interval = 1 if every_step else save_interval_steps
@@ -209,7 +226,12 @@ class CheckpointManager:
         """
         if self._closed:
             raise CheckpointError("the manager is closed")
-        step = checked_step(step)
+        try:
+            step = checked_step(step)
+        except ValueError as error:
+            if force or self._interval == 1:  # the other ranks save, and wait for this one
+                refuse(self._ranks, self._options, error, save_kind(self._async_save))
+            raise
         if not self.should_save(step) and not force:
             if self._pending is not None and self._pending_step == step:
                 _logger.info(
@@ -220,10 +242,11 @@ class CheckpointManager:
             return None
         if self.stopping:
             self._pass_over_failures()
-        note, wrong = {"step": step, "metrics": {}}, None
+        note: dict[str, Any] = {"step": step, "metrics": {}}
+        wrong: Exception | None = None
         try:
             note["metrics"] = checked_metrics(metrics)
-        except TypeError as error:
+        except Exception as error:
             wrong = error
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
         find = paddles(self._ranks, state, check=functools.partial(self._check_save, wrong))
@@ -244,7 +267,7 @@ class CheckpointManager:
         self._has_saved(step)
         return saved
 
-    def _check_save(self, wrong: TypeError | None) -> None:
+    def _check_save(self, wrong: Exception | None) -> None:
         """Raises what is wrong with the arguments, where the other ranks hear of it, and looks for the root."""
         if wrong is not None:
             raise wrong
@@ -398,16 +421,25 @@ class CheckpointManager:
             ValueError: an argument is invalid.
         """
         separate = self._options.separate_folders
-        options = checked("options", options, LoadOptions) or LoadOptions(separate_folders=separate)
+        given = LoadOptions(separate_folders=separate) if options is None else options
+        options, check_options = enter_with(given, LoadOptions)
         alone = options.no_dist and self._ranks.count > 1
-        find = paddles(self._ranks, state, options.staging_bytes, _refuse_alone if alone else lambda: None)
-        if path is not None:
-            if step is not None:
+
+        def check() -> None:  # called where the other ranks hear of it
+            check_options()
+            if alone:
+                raise ValueError(_ALONE)
+            if step is not None and path is not None:
                 raise ValueError("restore takes a step or a path, not both")
+            if step is not None:
+                checked_step(step)
+
+        find = paddles(self._ranks, state, options.staging_bytes, check)
+        if path is not None:
             load_with(self._ranks, find, path, None, options)
             restored = None
         else:
-            restored = self._restore_step(find, None if step is None else checked_step(step), options)
+            restored = self._restore_step(find, check, step, options)
         if restored is not None:  # otherwise it is a new job, whose first save is to come as well
             if self._decided is not None:  # the steps begin anew
                 self._schedule.restart()
@@ -416,16 +448,26 @@ class CheckpointManager:
         self._preparation.expect(state)
         return restored
 
-    def _restore_step(self, find: Find, step: int | None, options: LoadOptions) -> int | None:
-        """Load a step, or the latest one; returns which that was, None if there is none and none was asked for."""
+    def _restore_step(
+        self, find: Find, check: Callable[[], None], step: int | None, options: LoadOptions
+    ) -> int | None:
+        """Load a step, or the latest one; returns which that was, None if there is none and none was asked for.
+
+        ``check`` raises what is wrong with this rank's arguments.
+        """
+        number = as_integer(step)  # Python's, as the other ranks are told of it
 
         def choose() -> int | None:  # what is being read is not removed meanwhile
-            self._reading = self._steps.latest() if step is None else step
+            self._reading = self._steps.latest() if step is None else number
             return self._reading
 
+        def seen() -> int | None:
+            check()
+            return self._latest_seen() if step is None else None
+
         try:
-            what = "restore" if step is None else f"restore step {step}"
-            chosen = self._ask(what, choose, self._latest_seen if step is None else lambda: None)
+            what = "restore" if step is None else f"restore step {step if number is None else number!r:.50}"
+            chosen = self._ask(what, choose, seen)
             while chosen is not None:
                 try:
                     load_with(self._ranks, find, step_folder(self._root, chosen), chosen, options)
@@ -499,11 +541,3 @@ class CheckpointManager:
 
     def _session(self, what: str) -> Ending:
         return self._ranks.session(what, self._options.timeout)
-
-
-def _refuse_alone() -> NoReturn:
-    """Called where the other ranks hear of it."""
-    raise ValueError(
-        "the ranks of a manager restore together, so LoadOptions(no_dist=True) has no effect; load_state_dict(state, "
-        "path, options=...) of a step's folder loads on one rank alone"
-    )

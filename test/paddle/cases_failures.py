@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,17 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
+from paddle_dist_ckpt import (
+    CheckpointManager,
+    LoadOptions,
+    SaveOptions,
+    export,
+    export_state_dict,
+    gather_state_dict,
+    load_state_dict,
+    save_state_dict,
+    scatter_state_dict,
+)
 from test.paddle.layouts import Spread
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, local_array
@@ -92,6 +102,47 @@ def load_wrongly(path: str, ranks: int, wrong: int, how: str) -> tuple[Outcome, 
     outcome = outcome_of(lambda: load_state_dict(state, path, group_of(ranks), options=options))
     untouched = bool((local_array(state["x"]) == -1).all()) and state["number"] == -1
     return outcome, untouched
+
+
+def call_wrongly(path: str, ranks: int, wrong: int) -> dict[str, Outcome]:
+    """Make each call that ranks make together with a wrong argument on rank ``wrong``, and then a right one."""
+    group, state, out = group_of(ranks), {"w": paddle.ones([2])}, f"{path}/out"
+    saving, loading = SaveOptions(timeout=60), LoadOptions(timeout=60)
+
+    def odd(one: Any, other: Any) -> Any:
+        return one if dist.get_rank() == wrong else other
+
+    def manager(**given: Any) -> CheckpointManager:
+        given = {"options": saving, "async_save": False, **given}
+        return CheckpointManager(f"{path}/run", process_group=group, **given)
+
+    class Metrics(dict[str, float]):
+        def items(self) -> Any:
+            raise RuntimeError("metrics that cannot be read")
+
+    steps = manager()
+    save_state_dict(state, path, group, unique_id=0)
+    steps.save(0, state)
+    save_options, load_options = odd({"timeout": 5}, saving), odd(saving, loading)
+    calls: dict[str, Callable[[], Any]] = {
+        "manager, options": lambda: manager(options=save_options),
+        "manager, async_save": lambda: manager(async_save=odd("yes", True)),
+        "manager, async_save differs": lambda: manager(async_save=odd(True, False)),
+        "gather": lambda: gather_state_dict(state, None, group, options=save_options),
+        "scatter": lambda: scatter_state_dict(state, state, None, group, options=load_options),
+        "export": lambda: export(path, out, process_group=group, options=load_options),
+        "export_state_dict": lambda: export_state_dict(state, out, process_group=group, options=save_options),
+        "restore, options": lambda: steps.restore(state, options=load_options),
+        "restore a step, options": lambda: steps.restore(state, 0, options=load_options),
+        "restore elsewhere, options": lambda: steps.restore(state, path=path, options=load_options),
+        "restore, both": lambda: steps.restore(state, odd(0, None), path=path),
+        "restore, step": lambda: steps.restore(state, odd(-1, 0)),
+        "save, step": lambda: steps.save(odd("1", 1), state),
+        "save, metrics": lambda: steps.save(1, state, odd(Metrics(loss=1.0), {"loss": 1.0})),
+    }
+    outcomes = {name: outcome_of(call) for name, call in calls.items()}
+    outcomes["and then"] = outcome_of(lambda: (steps.save(1, state), steps.restore(state))[1])
+    return outcomes
 
 
 def skip_one_save(path: str, ranks: int, absent: int) -> tuple[Outcome | None, list[Outcome]]:

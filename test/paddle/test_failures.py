@@ -109,6 +109,25 @@ def test_load_into_what_does_not_fit(
     assert all(untouched for _, untouched in results)
 
 
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_what_one_rank_passes_wrongly_is_told_to_all(pool: RankPool, tmp_path: Path, wrong: int) -> None:
+    results = pool.run(cases.call_wrongly, str(tmp_path), 2, wrong, ranks=2)
+    for outcomes in results:
+        assert outcomes.pop("and then").result == 1
+    for name in results[0]:
+        words = {
+            "manager, async_save": "async_save must be a bool, not 'yes'",
+            "manager, async_save differs": f"async_save is {wrong == 0} on rank 0, {wrong == 1} on rank 1",
+            "restore, both": "restore takes a step or a path, not both",
+            "restore, step": f"rank {wrong} calls 'restore step -1'",
+            "save, step": "step must be an integer from 0 to below 10**18, not '1'",
+            "save, metrics": "metrics that cannot be read",
+        }.get(name, "options must be ")
+        for outcomes in results:
+            assert words in outcomes[name].message, name
+            assert outcomes[name].seconds < SOON, name
+
+
 # -- disks -------------------------------------------------------------------------------------------------------------
 
 
