@@ -66,7 +66,7 @@ class Answering:
         self.hints = Hints(metadata, wanted_keys)
         self._stored = StoredPaths(metadata, self.hints, read)
         self._values = ValueAnswers(metadata, self._stored, self.hints, self._ranks, matcher(allow_missing))
-        self._flat_keys = FlatKeys(self._stored.paths)
+        self._flat_keys = FlatKeys(self._stored.paths.copy())  # before lists are taken apart
         self.first_block, counts = metadata.blocks
         self.files = list(zip(metadata.files, counts.tolist(), strict=True))
         self.names = Names(metadata.table.paths, metadata.table.names)
@@ -204,18 +204,17 @@ class Answering:
 
         Not what may be an optimizer variable under a name that says which it is in one run only.
         """
-        values = (path for path, present in wanted.values.items() if present in ("none", "list", "other"))
-        absent = filterfalse(self._stored.index.__contains__, chain(wanted.tensors, wanted.kept, values))
-        paths = [path for path in absent if "~" not in path and path not in self._stored.values]
-        elsewhere = [
+        tensors = [
             path
-            for path in paths
+            for path in filterfalse(self._stored.index.__contains__, chain(wanted.tensors, wanted.kept))
             if not may_end_in_name(path) or (not may_be_of_run(path) and names.of_run(path) is None)
         ]
-        if not elsewhere:
-            return {}
-        found = self._flat_keys.found(elsewhere, [*wanted.tensors, *wanted.values, *wanted.others])
-        return {path: at for path, at in found.items() if not self._stored.below(path)}
+        here = (path for path, present in wanted.values.items() if present not in ("nothing", "optional"))
+        values = list(filterfalse(self._stored.is_there, here))
+        asked = [*wanted.tensors, *wanted.values, *wanted.others] if tensors or values else []
+        found = self._flat_keys.found(tensors, asked) if tensors else {}
+        found = {path: at for path, at in found.items() if not self._stored.is_there(path)}
+        return found | (self._flat_keys.found_of_values(values, asked) if values else {})
 
     def _assemble(self, found: Draft, ranks: Set[int]) -> LoadAnswer:
         metadata = self._metadata

@@ -1,14 +1,21 @@
-"""Where a checkpoint has what is wanted elsewhere: under the same flat key, nested in other dicts."""
+"""Where a checkpoint has what is wanted elsewhere: under the same flat key, nested in other dicts.
+
+The places of lists and tuples, int keys and ranks are the same only if they are of the same kind, so keys are compared
+with the signs that paths have for these.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ..core.cached import cached_property
-from ..tree.paths import escaped_key, occurs, plain_key, plain_keys, without_escapes
+from ..tree.paths import containers_of, escaped_key, occurs, plain_key, plain_keys, without_escapes
 
 __all__ = ["FlatKeys"]
+
+_IN_LIST = re.compile("/~[lt]")
 
 
 class FlatKeys:
@@ -28,7 +35,7 @@ class FlatKeys:
             wanted: Paths at which nothing is stored.
             asked: All paths that are asked for.
         """
-        counts, keys = Counter(plain_keys([*asked])), plain_keys(wanted)
+        counts, keys = Counter(map(_key, asked)), list(map(_key, wanted))
         pairs = zip(wanted, keys, strict=True)
         found = {path: self._plain[key] for path, key in pairs if counts[key] == 1 and key in self._plain}
         if self._escaped:
@@ -36,13 +43,34 @@ class FlatKeys:
             found |= {path: self._escaped[key] for path in wanted if (key := escaped_key(path)) in self._escaped}
         return found
 
+    def found_of_values(self, wanted: Iterable[str], asked: Collection[str]) -> dict[str, str]:
+        """The same for values and objects, of which nothing is stored at these paths and below: also what has such a
+        key and others below it, and the places in a list that is stored as one value."""
+        found, taken = self.found([*wanted], asked), {*asked, *containers_of(asked)}
+        for path in wanted:
+            if path in found:
+                continue
+            at, rest = self._containers.get(_key(path)), ""
+            if at is None and (list_at := _IN_LIST.search(path)):
+                at, rest = self._plain.get(_key(path[: list_at.start()])), path[list_at.start() :]
+            if at is not None and at not in taken:
+                found[path] = at + rest
+        return found
+
     @cached_property
     def _plain(self) -> dict[str, str]:
-        """The stored path of each plain key of one path only."""
-        keys = plain_keys(self._paths)
+        """The stored path of each key of one path only."""
+        keys = list(map(_key, self._paths))
         counts = Counter(keys)
         counts.update(without_escapes(key) for key in self._escaped if "\\" in key)
         return _by_key(keys, self._paths, counts)
+
+    @cached_property
+    def _containers(self) -> dict[str, str]:
+        """The same for what other paths lead through."""
+        paths = [*containers_of(self._paths)]
+        keys = list(map(_key, paths))
+        return _by_key(keys, paths, Counter(keys))
 
     @cached_property
     def _escaped(self) -> dict[str, str]:
@@ -52,8 +80,13 @@ class FlatKeys:
         plain = {without_escapes(key) for key in plain_keys(escaped)}
         paths = [*escaped, *(path for path in self._paths if plain_key(path) in plain)] if escaped else []
         keys = plain_keys(paths)
-        return _by_key(keys, paths, Counter(keys))
+        found = _by_key(keys, paths, Counter(keys))
+        return {key: path for key, path in found.items() if "~" not in path}
+
+
+def _key(path: str) -> str:
+    return path[1:].replace("/", ".")
 
 
 def _by_key(keys: Sequence[str], paths: Sequence[str], counts: Counter[str]) -> dict[str, str]:
-    return {key: path for key, path in zip(keys, paths, strict=True) if counts[key] == 1 and "~" not in path}
+    return {key: path for key, path in zip(keys, paths, strict=True) if counts[key] == 1}

@@ -22,6 +22,7 @@ from paddle_dist_ckpt.errors import (
 from paddle_dist_ckpt.loading import answering
 from paddle_dist_ckpt.options import LoadOptions
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
+from paddle_dist_ckpt.tree.state_dict import PerRank
 from test.jobs import (
     LAYOUTS,
     Counter,
@@ -191,6 +192,51 @@ def test_what_is_nested_otherwise_is_found_by_its_flat_key(tmp_path: Path, store
     assert (report.skipped, len(report.unused_keys)) == ((), len(stored) - 2 if "n" in stored else 0)
     leaves = [value for _, value in sorted(flat_items(wanted))]
     assert [value if isinstance(value, int) else value.tolist() for value in leaves] == [[1, 1, 1], 7]
+
+
+@pytest.mark.parametrize("large", ["", "x" * 5000])
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_objects_and_lists_that_are_nested_otherwise_are_found_by_their_flat_keys(
+    tmp_path: Path, is_nested: bool, large: str
+) -> None:
+    def state(inside: dict[str, Any], is_nested: bool) -> dict[str, Any]:
+        return {"a": inside} if is_nested else {f"a.{key}": value for key, value in inside.items()}
+
+    arrays, states = [np.ones(2), np.full(2, 3.0)], [{"n": 1, "text": large}, {"n": 2}]
+    values: list[Any] = [{1.5: large}, PerRank(3)]
+    more: list[Any] = [counter(states[0]), [counter(states[1])], {"n": 6}]
+    for objects in (states, list(map(counter, states))):
+        saved = dict(zip("abcdefgh", [[arrays[0]], {7: arrays[1]}, *values, objects, *more], strict=True))
+        save_alone(state(saved, is_nested), tmp_path)
+        blank = [[np.zeros(2)], {7: np.zeros(2)}, {2.5: 0}, PerRank(None), [Counter(), Counter()], Counter(), None, {}]
+        wanted = dict(zip("abcdefgh", blank, strict=True))
+        report = load_alone(target := state(wanted, not is_nested), tmp_path, options=LoadOptions(strict="all"))
+        assert (report.skipped, report.unused_keys) == ((), ())
+        found = list((target["a"] if not is_nested else target).values())
+        assert (found[0][0].tolist(), found[1][7].tolist()) == ([1, 1], [3, 3])
+        assert (found[2], found[3].value, found[6], found[7]) == ({1.5: large}, 3, [{"n": 2}], {"n": 6})
+        assert [one.state for one in (*found[4], found[5])] == [*states, states[0]]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"a.l": Counter(), "a": {"l": Counter()}},
+        {"a.l": Counter(), "a": {"l": {"n": 0}}},
+        {"a.l": Counter(), "a": {"l": None}},
+        {"a.m": [Counter()], "a": {"m": None}},
+        {"a.m": {"0": Counter()}},
+        {"a.m": (Counter(),)},
+    ],
+)
+def test_what_is_nested_otherwise_is_given_to_one_only_and_in_the_same_kind_of_list(
+    tmp_path: Path, wanted: dict[str, Any]
+) -> None:
+    save_alone({"a": {"l": counter({"n": 1}), "m": [{"n": 2}]}}, tmp_path)
+    with pytest.raises(StateDictMismatchError) as caught:
+        load_alone(wanted, tmp_path)
+    (problem,) = caught.value.problems
+    assert "an object, in the checkpoint it is missing" in problem
 
 
 def flat_items(state: dict[str, Any], above: str = "") -> list[tuple[str, Any]]:
