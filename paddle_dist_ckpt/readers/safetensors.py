@@ -8,7 +8,7 @@ A folder may hold, for each kind of state, one of
     any others that end in .safetensors                        several without an index
 
 Files without an index that count themselves (-of-00002) must all be there. Of one file and an index, the index is
-taken, unless files that it names are missing.
+taken, unless files that it names are missing. What it does not name is not read, and a warning tells of it.
 
 The kinds are ``model``, and in PaddleNLP's unified checkpoints ``optimizer`` (whose keys are ``weight/moment1_0``),
 ``master_weights`` and ``peft_model``. Where a folder has one kind only, tensors have the paths ``(key,)``; else
@@ -22,6 +22,7 @@ are of torch: there the model's `config.json` tells that it is of bfloat16.
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
@@ -47,6 +48,7 @@ from .window import WindowedFile
 
 __all__ = ["SafetensorsReader"]
 
+_logger = logging.getLogger("paddle_dist_ckpt")
 _SUFFIX = ".safetensors"
 _INDEX = _SUFFIX + OF_INDEX
 _MODEL = "model"
@@ -177,7 +179,14 @@ def _meant(storage: Storage, names: set[str], sources: _StateFiles, budget: Budg
         return {}, sources.files
     index = sources.indexes[0]
     weight_map, is_taken = weight_map_of(storage, names, index, budget)
-    return (weight_map, sorted(set(weight_map.values()))) if is_taken else ({}, [index.removesuffix(OF_INDEX)])
+    single, files = index.removesuffix(OF_INDEX), set(weight_map.values())
+    if not is_taken:
+        return {}, [single]
+    left = [name for name in sources.files if name not in files and name != single]
+    if left:
+        shown = ", ".join(left[:_MOST_NAMED]) + (", ..." if len(left) > _MOST_NAMED else "")
+        _logger.warning("%s: not read, for %s does not name it: %s", storage.location, index, shown)
+    return weight_map, sorted(files)
 
 
 def _check_counted(files: Iterable[str]) -> None:

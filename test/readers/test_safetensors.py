@@ -231,6 +231,15 @@ def test_of_a_single_file_and_an_index_the_one_that_is_whole_is_taken(
     assert f"holds model.safetensors and {INDEX}, which names other files; {taken} is taken" in caplog.text
 
 
+def test_a_warning_names_what_an_index_does_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for key, name in zip("ab", names, strict=True):
+        save_file({key: np.ones(2)}, tmp_path / name)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": names[0]}}))
+    assert paths_of(read(tmp_path)) == [("a",)]
+    assert caplog.text.rstrip().endswith(f"not read, for {INDEX} does not name it: {names[1]}")
+
+
 def test_an_index_of_the_single_file_alone_is_no_second_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
