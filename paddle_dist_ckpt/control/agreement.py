@@ -21,6 +21,8 @@ from .wire import NAMED_COORDINATOR
 
 __all__ = ["AgreedHub", "RefusingHub"]
 
+Make = Callable[[float, Callable[[], None]], Board]
+
 
 class AgreedHub:
     """Implements :class:`paddle_dist_ckpt.core.protocols.ControlHub` for a coordinator that not every rank may name.
@@ -28,10 +30,11 @@ class AgreedHub:
     Args:
         meeting: The hub of the group's first rank, which is not this coordinator.
         coordinator: The one that this rank names.
-        make: Makes the coordinator's hub, when all ranks have named it; given how many seconds that may take.
+        make: Makes the coordinator's hub, when all ranks have named it; given how many seconds that may take, and what
+            to call now and then: it raises if another rank has failed.
     """
 
-    def __init__(self, meeting: ControlHub, coordinator: int, make: Callable[[float], Board]) -> None:
+    def __init__(self, meeting: ControlHub, coordinator: int, make: Make) -> None:
         self._meeting = meeting
         self._coordinator = coordinator
         self._make = make
@@ -57,10 +60,10 @@ class AgreedHub:
         if self._hub is not None:
             self._hub.close()
 
-    def _own(self, timeout: float) -> Board:
+    def _own(self, timeout: float, check: Callable[[], None] = lambda: None) -> Board:
         with self._making:
             if self._hub is None:
-                self._hub = self._make(timeout)
+                self._hub = self._make(timeout, check)
             return self._hub
 
 
@@ -71,9 +74,7 @@ class _AgreedSession:
     coordinator these name, in which their collectives take turns.
     """
 
-    def __init__(
-        self, met: AbstractContextManager[ControlSession], make: Callable[[float], Board], kind: str, timeout: float
-    ) -> None:
+    def __init__(self, met: AbstractContextManager[ControlSession], make: Make, kind: str, timeout: float) -> None:
         self._met, self._make = met, make
         self._kind, self._timeout = kind, timeout
         self._made: Session | None = None
@@ -84,7 +85,7 @@ class _AgreedSession:
             doubtful = meeting.gather_scatter(
                 "coordinator_rank", lambda: b"", lambda asked: dict.fromkeys(asked, b"1" if meeting.doubtful else b"")
             )
-            hub = self._make(self._timeout)
+            hub = self._make(self._timeout, meeting.check)
             if doubtful:
                 hub.doubt()
             assert isinstance(meeting, Session)
@@ -100,13 +101,12 @@ class _AgreedSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._made is None:
-            self._met.__exit__(kind, error, traceback)
-            return
+        is_open = self._made is not None and self._made.is_open
         try:
-            self._made.__exit__(kind, error, traceback)
-        finally:  # the meeting itself has succeeded
-            self._met.__exit__(None, None, None)
+            if self._made is not None:
+                self._made.__exit__(kind, error, traceback)
+        finally:  # the others hear of the error in the one in which they wait for this rank
+            self._met.__exit__(*((None, None, None) if is_open else (kind, error, traceback)))
 
 
 class RefusingHub:

@@ -125,9 +125,13 @@ class Board(ABC):
             sooner: A deadline may have come nearer: tick again.
         """
 
-    def number(self, kind: str, timeout: float) -> MemberSession:
-        """Make the next session, of which nobody knows until it is opened. Called with the lock held, as `open` is."""
-        number = max(self._opened, max(self._sessions, default=-1) + 1)
+    def number(self, kind: str, timeout: float, least: int = 0) -> MemberSession:
+        """Make the next session, of which nobody knows until it is opened. Called with the lock held, as `open` is.
+
+        Its number is ``least`` at least: that of its place in the order of calls, by which ranks are in step again
+        after a call that one of them has not opened here.
+        """
+        number = max(self._opened, max(self._sessions, default=-1) + 1, least)
         made = MemberSession(number, kind, self.rank, self.coordinator, timeout, time.monotonic())
         made.opener = threading.get_ident()
         return made

@@ -110,13 +110,19 @@ class Session:
 
     def __enter__(self) -> Session:
         with self._board.lock:
-            self._member: MemberSession = self._board.number(self._kind, self._timeout)
+            least = 0 if self._place is None else self._place._member.number
+            self._member: MemberSession = self._board.number(self._kind, self._timeout, least)
             self._board.open(self._member)
             self._is_open = True
         return self
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been opened, and not closed."""
+        return self._is_open or self._board.has_opened(getattr(self, "_member", None))
+
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not (self._is_open or self._board.has_opened(getattr(self, "_member", None))):
+        if not self.is_open:
             return
         try:
             self._finish(error)
@@ -155,12 +161,12 @@ class Session:
         data = self._run(lambda: check_payload(local(), "what local returns"), failures.SHARED_IN_LOCAL)
         board.post(wire.Answer(member.number, number, name), data)
         if self.rank == self.coordinator:
-            lead, parts = board.wait(member, member.led_parts)
+            lead, parts = board.wait(member, member.led_parts, self._look)
             replies = self._run(lambda: check_replies(combine(parts), self.ranks), failures.SHARED_IN_COMBINE)
             with board.lock:
                 lead.reply(replies)
                 board.settle()
-        return board.wait(member, member.take_reply)
+        return board.wait(member, member.take_reply, self._look)
 
     def _run(self, work: Callable[[], T], shared: frozenset[str]) -> T:
         """Do this rank's part of a round. If it fails, every rank raises the verdict, so that all raise the same."""
@@ -170,7 +176,15 @@ class Session:
             self._report(error, shared)
             if not isinstance(error, Exception):
                 raise
-        return self._board.wait(self._member, lambda: None)
+        return self._board.wait(self._member, lambda: None, self._look)
+
+    def _look(self) -> float:
+        """Until the first round is over, a rank may have failed before it opened this session: the session in whose
+        place it is has heard of that, on another hub. Returns in how many seconds to look again."""
+        if self._place is None or self._member.round > 0:
+            return LONGEST_WAIT
+        self._place.check()
+        return _POLL_SECONDS
 
     def _report(self, error: BaseException, shared: frozenset[str] = failures.SHARED_IN_LOCAL) -> None:
         """Tell the coordinator that this rank failed, unless it only raised what made the session fail."""

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ T = TypeVar("T")
 _logger = logging.getLogger("paddle_dist_ckpt")
 _ATTRIBUTE = "_paddle_dist_ckpt"
 _STORE_SECONDS = 300
+_POLL_SECONDS = 0.02
 _STORE_GRACE = 1.0  # within which a store that answers says itself that the time is over
 _GROUP_ID = 1 << 20  # far above those that Paddle counts up
 _made: list[Any] = []  # must live as long as the process
@@ -171,8 +172,16 @@ def _new_kept(group: Any) -> _Kept:
     return _Kept(transport, transport if takes_host_memory(group) else PaddleTransport(lambda: _host_group(group)))
 
 
-def _hub(kept: _Kept, group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> TcpHub:
-    """The hub of one coordinator.
+def _hub(
+    kept: _Kept,
+    group: Any,
+    members: tuple[int, ...],
+    rank: int,
+    coordinator: int,
+    timeout: float,
+    check: Callable[[], None] = lambda: None,
+) -> TcpHub:
+    """The hub of one coordinator. ``check`` is called while it is waited for, and may raise to stop.
 
     It is made on a thread, which no interrupt reaches. An interrupted rank that made it anew would leave the others
     with the address of one that is gone, or find its own place taken.
@@ -194,7 +203,11 @@ def _hub(kept: _Kept, group: Any, members: tuple[int, ...], rank: int, coordinat
         finally:
             making.release()
 
-    return _started(make, "paddle_dist_ckpt connection").result()
+    made = _started(make, "paddle_dist_ckpt connection")
+    while not made.done():
+        check()
+        wait([made], _POLL_SECONDS)
+    return made.result()
 
 
 def _made_hub(
@@ -270,8 +283,6 @@ class _PaddleStore:
     one by one, and so that the answer does not wait for another rank: see ``_asking``.
     """
 
-    _POLL_SECONDS = 0.02
-
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._store = self._bounded(lambda: self._ask(core.create_or_get_global_tcp_store), timeout)
@@ -293,7 +304,7 @@ class _PaddleStore:
             while self._ask(self._store.add, f"{key}/set", 0) == 0:
                 if time.monotonic() > deadline:
                     raise TimeoutError(key)
-                time.sleep(self._POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
             return bytes.fromhex(self._ask(self._store.get, key).decode())
 
         return self._bounded(fetch, timeout)

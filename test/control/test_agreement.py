@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 
 from paddle_dist_ckpt.control import AgreedHub, RefusingHub
-from paddle_dist_ckpt.control.session import Session
+from paddle_dist_ckpt.control.session import Ending, Session
 from paddle_dist_ckpt.core.protocols import ControlHub
-from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError
-from paddle_dist_ckpt.testing.in_process import InProcessWorld
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError
+from paddle_dist_ckpt.testing.in_process import InProcessHub, InProcessWorld
 
 RANKS = 3
 LONG = 200.0
@@ -32,12 +33,15 @@ class Job:
 
     def _make(self, rank: int, coordinator: int) -> ControlHub:
         meeting = self._worlds[0].hub(rank)
-
-        def make(_: float) -> Any:
-            self.made.append((rank, coordinator))
-            return self._worlds[coordinator].hub(rank)
-
+        make = functools.partial(self.made_by, rank, coordinator)
         return AgreedHub(meeting, coordinator, make) if coordinator else meeting
+
+    def made_by(self, rank: int, coordinator: int, _: float, check: Callable[[], None]) -> Any:
+        while rank != coordinator and (coordinator, coordinator) not in self.made:
+            check()
+            time.sleep(0.01)
+        self.made.append((rank, coordinator))
+        return self._worlds[coordinator].hub(rank)
 
     def hub(self, rank: int, coordinator: int) -> ControlHub:
         if coordinator >= RANKS:
@@ -48,16 +52,26 @@ class Job:
             self._hubs[rank, coordinator] = self._make(rank, coordinator)
         return self._hubs[rank, coordinator]
 
-    def call(self, named: dict[int, int], kinds: dict[int, str] | None = None, timeout: float = LONG) -> dict[int, Any]:
-        """One call of each rank in ``named``, with the coordinator there; what each got or raised."""
+    def call(
+        self,
+        named: dict[int, int],
+        kinds: dict[int, str] | None = None,
+        timeout: float = LONG,
+        victim: int | None = None,
+    ) -> dict[int, Any]:
+        """One call of each rank in ``named``, with the coordinator there; what each got or raised.
+
+        The thread of a ``victim`` is called so.
+        """
 
         def work(rank: int, coordinator: int) -> Any:
+            threading.current_thread().name = "victim" if rank == victim else f"rank {rank}"
             try:
                 hub = self.hub(rank, coordinator)
-                with hub.session((kinds or {}).get(rank, "save"), timeout) as session:
+                with Ending(hub.session((kinds or {}).get(rank, "save"), timeout)) as made, made as session:
                     reply = session.gather_scatter("plan", lambda: b"%d" % rank, lambda parts: parts)
                     return session.coordinator, reply, session.doubtful
-            except (CheckpointError, ValueError) as error:
+            except (CheckpointError, ValueError, KeyboardInterrupt) as error:
                 return error
 
         begun = time.monotonic()
@@ -192,3 +206,47 @@ def test_closing_ends_the_connection_to_a_coordinator_that_was_named_and_no_othe
     results = job.call(dict.fromkeys(range(RANKS), 2))
     assert all(isinstance(error, CheckpointError) for error in results.values()), results
     works(job, 0)
+
+
+@pytest.mark.parametrize("victim", range(RANKS))
+@pytest.mark.parametrize(
+    ("place", "before"),
+    [
+        ("made_by", False),
+        *((place, before) for place in ("wait_to_be_followed", "number", "open") for before in (0, 1)),
+    ],
+)
+def test_a_rank_that_fails_between_the_agreement_and_its_own_session_is_told_to_all(
+    monkeypatch: pytest.MonkeyPatch, place: str, victim: int, before: bool
+) -> None:
+    """And the next call is made by all."""
+    job, failed = Job(), threading.Event()
+    if before:
+        works(job, 1)
+
+    def fail_once(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            of_own = not isinstance(given[0], InProcessHub) or given[0].coordinator == 1
+            if of_own and threading.current_thread().name.startswith("victim") and not failed.is_set():
+                failed.set()
+                raise KeyboardInterrupt
+            return original(*given)
+
+        return call
+
+    if place == "made_by":
+        monkeypatch.setattr(job, place, fail_once(job.made_by))
+    else:
+        owner: Any = Session if place == "wait_to_be_followed" else InProcessHub
+        monkeypatch.setattr(owner, place, fail_once(getattr(owner, place)))
+    results = job.call(dict.fromkeys(range(RANKS), 1), victim=victim)
+    assert failed.is_set()
+    for rank, error in results.items():
+        if rank == victim:
+            assert isinstance(error, KeyboardInterrupt)
+        else:
+            assert isinstance(error, RankFailureError), error
+            assert f"rank {victim}" in str(error)
+            assert "KeyboardInterrupt" in str(error)
+    assert [type(one) for one in job.call(dict.fromkeys(range(RANKS), 1)).values()] == [tuple] * RANKS
+    works(job, 1)

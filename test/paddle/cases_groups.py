@@ -15,6 +15,7 @@ import paddle.distributed as dist
 
 from paddle_dist_ckpt import (
     AsyncSave,
+    CheckpointError,
     CheckpointManager,
     LoadOptions,
     SaveOptions,
@@ -23,6 +24,7 @@ from paddle_dist_ckpt import (
     save_state_dict,
 )
 from paddle_dist_ckpt.control.session import Session
+from paddle_dist_ckpt.paddle_adapter import groups
 from test.paddle.layouts import Spread, part_of
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, local_array
@@ -148,6 +150,30 @@ def name_coordinators(path: str, ranks: list[int], named: dict[int, Any]) -> dic
     for name, call in calls.items():
         outcomes[name] = outcome_of(lambda call=call: [call(), None][1])  # type: ignore[misc]
     return outcomes
+
+
+def interrupt_before_the_hub(path: str, ranks: list[int], coordinator: int, victim: int) -> tuple[str, float, int]:
+    """Make a group's first save, on one rank with an interrupt when all have agreed on the coordinator, and a second.
+
+    Returns:
+        What the first raised, how long it took, and the id of the second.
+    """
+    state, group, begun = {"step": 1}, _groups[tuple(ranks)], time.monotonic()
+    make, interrupts = groups._hub, [KeyboardInterrupt] if dist.get_rank() == victim else []
+
+    def interrupted_once(*given: Any) -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return make(*given)
+
+    save_state_dict(state, path, group)  # which makes the hub on which they meet
+    try:
+        with mock.patch.object(groups, "_hub", interrupted_once):
+            save_state_dict(state, path, group, coordinator)
+        said = "nothing"
+    except (KeyboardInterrupt, CheckpointError) as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, time.monotonic() - begun, save_state_dict(state, path, group, coordinator).unique_id
 
 
 def save_as_stages(path: str, ranks: int, check: Any, in_background: bool) -> Outcome:

@@ -199,6 +199,19 @@ def test_coordinator_that_was_never_there(some: RankPool, tmp_path: Path) -> Non
     assert list_checkpoints(tmp_path) == [0]
 
 
+@pytest.mark.parametrize("victim", [3, 6])
+def test_an_interrupt_before_the_coordinators_hub_is_known_is_told_to_all(
+    some: RankPool, tmp_path: Path, victim: int
+) -> None:
+    group, coordinator = [0, 3, 6, victim + 1], 6
+    some.run(cases.make_group, group)
+    results = some.run(cases.interrupt_before_the_hub, str(tmp_path), group, coordinator, victim, ranks=group)
+    for rank, (said, seconds, unique_id) in zip(group, results, strict=True):
+        assert said.startswith("KeyboardInterrupt" if rank == victim else "RankFailureError"), said
+        assert seconds < 30
+        assert unique_id == 1
+
+
 @pytest.mark.parametrize("named", [{2: 2, 3: 3, 5: 3}, {2: 0, 3: 5, 5: 0}, {2: 5, 3: 5, 5: 3}], ids=str)
 def test_coordinators_that_differ_are_named_at_once(some: RankPool, tmp_path: Path, named: dict[int, int]) -> None:
     results = some.run(cases.name_coordinators, str(tmp_path), SOME, named, ranks=SOME)
