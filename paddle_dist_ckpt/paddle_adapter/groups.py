@@ -5,6 +5,7 @@ The collectives of a device's group do not take host memory; for what is to stay
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -85,7 +86,7 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
             raise ValueError(f"coordinator_rank {coordinator_rank} is not in the process group {list(members)}")
     except ValueError as error:
         known = _connection(group, members, rank, members[0], timeout)
-        return Ranks(rank, RefusingHub(known.hub, error, coordinator_rank), known.transport, known.host_transport)
+        return dataclasses.replace(known, hub=RefusingHub(known.hub, error, coordinator_rank))
     return _connection(group, members, rank, coordinator_rank if coordinator_rank in members else members[0], timeout)
 
 
@@ -134,14 +135,15 @@ def _alone(pid: int, rank: int) -> Ranks:
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept with a group: its transports, and for each coordinator the connection, the attempts at it, the hub,
-    and a lock that is held while that is made.
+    """What is kept with a group: its transports, what is remembered from one save to the next, and for each coordinator
+    the connection, the attempts at it, the hub, and a lock that is held while that is made.
 
     ``lock`` is held while a connection is made. It is the group's own: on another rank the groups' turns may differ.
     """
 
     transport: PaddleTransport
     host_transport: PaddleTransport
+    memory: dict[str, Any] = field(default_factory=dict)
     connections: dict[int, Ranks] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
     hubs: dict[int, TcpHub] = field(default_factory=dict)
@@ -163,7 +165,9 @@ def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: in
                 meeting = _connection(group, members, rank, members[0], timeout).hub
                 make = functools.partial(_hub, kept, group, members, rank, coordinator)
                 hub = AgreedHub(meeting, coordinator, make)
-            kept.connections[coordinator] = Ranks(rank, hub, kept.transport, kept.host_transport, count=len(members))
+            kept.connections[coordinator] = Ranks(
+                rank, hub, kept.transport, kept.host_transport, kept.memory, len(members)
+            )
         return kept.connections[coordinator]
 
 

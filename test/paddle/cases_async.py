@@ -81,17 +81,18 @@ def state_of(ranks: int, number: int) -> dict[str, Any]:
     }
 
 
-def save(path: Any, ranks: int, number: int, unique_id: int | None = None, **options: Any) -> AsyncSave:
+def save(
+    path: Any, ranks: int, number: int, unique_id: int | None = None, coordinator: int = 0, **options: Any
+) -> AsyncSave:
     """Save in the background."""
-    how = SaveOptions(**{"timeout": 2 * LONG, **options})
-    return save_state_dict(state_of(ranks, number), path, _group(ranks), 0, unique_id, async_save=True, options=how)
+    how, state = SaveOptions(**{"timeout": 2 * LONG, **options}), state_of(ranks, number)
+    return save_state_dict(state, path, _group(ranks), coordinator, unique_id, async_save=True, options=how)
 
 
-def save_now(path: Any, ranks: int, number: int, **options: Any) -> int:
+def save_now(path: Any, ranks: int, number: int, coordinator: int = 0, **options: Any) -> int:
     """Save; returns the id."""
-    return save_state_dict(
-        state_of(ranks, number), path, _group(ranks), options=SaveOptions(**{"timeout": 2 * LONG, **options})
-    ).unique_id
+    how = SaveOptions(**{"timeout": 2 * LONG, **options})
+    return save_state_dict(state_of(ranks, number), path, _group(ranks), coordinator, options=how).unique_id
 
 
 def _group(ranks: int) -> Any:
@@ -212,29 +213,29 @@ def _now(path: str, ranks: int, number: int, **options: Any) -> Outcome:
     return outcome_of(lambda: save_now(path, ranks, number, **options))
 
 
-def fail_unobserved(path: str, ranks: int, broken: int) -> list[Outcome]:
-    """Save in the background on a broken disk, and drop the handle; then save twice."""
+def fail_unobserved(path: str, ranks: int, broken: int, coordinator: int) -> list[Outcome]:
+    """Save in the background on a broken disk, and drop the handle; then save twice, with this coordinator."""
 
     storage: Any = FaultyStorage(path, raises("sync_file", "*", errno.EIO)) if dist.get_rank() == broken else path
     pending = save(storage, ranks, 2)
     assert pending.wait(LONG)
     del pending
-    first = _now(path, ranks, 3)
+    first = _now(path, ranks, 3, coordinator=coordinator)
     meet(ranks)  # a rank that is late for a call that has failed, while others are in the next one, makes that fail too
-    return [first, _now(path, ranks, 4)]
+    return [first, _now(path, ranks, 4, coordinator=coordinator)]
 
 
-def save_while_busy(path: str, ranks: int) -> list[Outcome]:
-    """Save while one is under way: not waiting, then waiting, in both ways."""
+def save_while_busy(path: str, ranks: int, coordinator: int) -> list[Outcome]:
+    """Save, with this coordinator, while one is under way: not waiting, then waiting, in both ways."""
     gate = Gate(path)
     first = save(gate.storage, ranks, 1)
-    refused = [outcome_of(lambda: save(path, ranks, 2, when_busy="raise"))]
+    refused = [outcome_of(lambda: save(path, ranks, 2, coordinator=coordinator, when_busy="raise"))]
     meet(ranks)  # or whoever is late for it, when others are in the next one, makes that fail too
-    refused.append(_now(path, ranks, 3, when_busy="raise"))
+    refused.append(_now(path, ranks, 3, coordinator=coordinator, when_busy="raise"))
     assert not first.done()
     meet(ranks)
     threading.Timer(0.4, gate.opened.set).start()
-    second = save(path, ranks, 4)
+    second = save(path, ranks, 4, coordinator=coordinator)
     assert first.done(), "it has not waited"
     third = _now(path, ranks, 5)
     assert second.done()

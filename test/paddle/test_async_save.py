@@ -122,8 +122,10 @@ def test_full_disk(pool: RankPool, tmp_path: Path, full: int, bound: int | None)
     assert_numbers(tmp_path, [3, 4])
 
 
-def test_a_failure_that_nobody_asked_for(pool: RankPool, tmp_path: Path) -> None:
-    for first, second in pool.run(cases.fail_unobserved, str(tmp_path), RANKS, 2, ranks=RANKS):
+@pytest.mark.parametrize("coordinator", [0, 1])
+def test_a_failure_that_nobody_asked_for(pool: RankPool, tmp_path: Path, coordinator: int) -> None:
+    """The group's next save raises it, whichever rank coordinates that."""
+    for first, second in pool.run(cases.fail_unobserved, str(tmp_path), RANKS, 2, coordinator, ranks=RANKS):
         assert first.error == "RankFailureError"
         assert set(first.ranks) <= set(range(RANKS))
         assert "an earlier save in the background" in first.message
@@ -132,8 +134,11 @@ def test_a_failure_that_nobody_asked_for(pool: RankPool, tmp_path: Path) -> None
     assert_numbers(tmp_path, [4])
 
 
-def test_saves_while_one_is_under_way(pool: RankPool, tmp_path: Path) -> None:
-    for *refused, first, second, third in pool.run(cases.save_while_busy, str(tmp_path), RANKS, ranks=RANKS):
+@pytest.mark.parametrize("coordinator", [0, 1])
+def test_saves_while_one_is_under_way(pool: RankPool, tmp_path: Path, coordinator: int) -> None:
+    for *refused, first, second, third in pool.run(
+        cases.save_while_busy, str(tmp_path), RANKS, coordinator, ranks=RANKS
+    ):
         for outcome in refused:
             assert outcome.error == "RankFailureError"
             assert "when_busy" in outcome.message
