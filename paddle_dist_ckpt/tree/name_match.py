@@ -7,6 +7,8 @@ of that run's variable names: the wanted keys by those of the tensors that are t
     what is wanted                          what is stored                          on what evidence
     --------------------------------------  --------------------------------------  --------------------------------
     what the user has moved                 what is at the path that they name      they say so
+    what is called by a name of a run, and  as below, in the container that they    they say so, and the rest
+      of which they have moved containers     name
     no optimizer variable, for all we know  what is at the same path                equal keys
     accumulator A of parameter P            A of P at the same path                 equal keys, and both tables
     A of P                                  A of P in the same container, if one    both tables
@@ -27,11 +29,20 @@ another one's data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 
 from ..core.cached import cached_property
-from .names import Names, OptimizerVariable, container_of, master_of_run, may_be_optimizers, variable_containers
+from .names import (
+    Names,
+    OptimizerVariable,
+    container_of,
+    last_part,
+    master_of_run,
+    may_be_of_run,
+    may_be_optimizers,
+    variable_containers,
+)
 
 __all__ = ["NameMatch"]
 
@@ -64,11 +75,11 @@ class NameMatch:
             return self._own if paths == self._wanted.paths else list(map(index.get, paths))
         found: dict[str, int] = {}
         by_name: dict[str, int] = {}
-        stored = self._stored.variables
+        stored, asked = self._stored.variables, set(paths)
         for path in paths:
             at = moved.get(path, path)
             place, variable = index.get(at), self._variables.get(path)
-            if place is not None and (path in moved or variable is None or stored.get(at) == variable):
+            if place is not None and (variable is None or stored.get(at) == variable or self._is_said(path, at, asked)):
                 found[path] = place
             elif (named := self._by_any_name(path, at, variable)) is not None:
                 by_name[path] = named
@@ -81,6 +92,16 @@ class NameMatch:
             if path in moved or (counts[place] == 1 and place not in taken):  # else it cannot be both
                 found[path] = place
         return list(map(found.get, paths))
+
+    def _is_said(self, path: str, at: str, asked: Set[str]) -> bool:
+        """Whether the user says what is meant by a wanted variable: not who moves what it is in, if it is called by a
+        name that means something in one run only, and its parameter, which is asked for too, tells which it is."""
+        if path not in self._moved:
+            return False
+        if not may_be_of_run(path) or asked.isdisjoint(self._wanted.variables[path].parameters):
+            return True
+        ours, theirs = f".{last_part(path)}", f".{last_part(at)}"
+        return not (ours.endswith(theirs) or theirs.endswith(ours))
 
     @cached_property
     def _variables(self) -> Mapping[str, OptimizerVariable]:

@@ -134,6 +134,32 @@ def test_what_the_user_has_moved() -> None:
     asked = below("/net", OBJECTS)
     moved = {path: path.removeprefix("/net") for path in asked}
     assert match(DYNAMIC, asked, moved) == dict(zip(asked, DYNAMIC, strict=True))
+
+
+def test_names_of_a_run_say_nothing_where_the_user_has_moved_containers() -> None:
+    def run(first: str, second: str) -> Entries:
+        entries = {f"/o/{name}": name for name in ("p_0.w_0_moment1_0", "p_0.w_0_fp32_master_0", "p_1.w_0_moment1_0")}
+        masters = {f"/o/master_weights/p_{i}.w_0": f"p_{i}.w_0_fp32_master_1" for i in range(2)}
+        return {f"/m/{first}": "p_0.w_0", f"/m/{second}": "p_1.w_0", **entries, **masters}
+
+    saved, wanted = below("/x", run("a", "b")), run("b", "a")
+    moved = {path: f"/x{path}" for path in wanted}
+    found = match(saved, wanted, moved)
+    assert found["/m/a"] == "/x/m/a"
+    assert found["/o/p_0.w_0_moment1_0"] == "/x/o/p_1.w_0_moment1_0"
+    assert found["/o/p_1.w_0_moment1_0"] == "/x/o/p_0.w_0_moment1_0"
+    assert found["/o/master_weights/p_0.w_0"] == "/x/o/master_weights/p_1.w_0"
+    del saved["/x/o/p_1.w_0_moment1_0"]
+    assert match(saved, wanted, moved)["/o/p_0.w_0_moment1_0"] is None, "that there is another parameter's"
+    said = {**moved, "/o/p_1.w_0_moment1_0": "/x/o/p_0.w_0_fp32_master_0"}
+    assert match(saved, wanted, said)["/o/p_1.w_0_moment1_0"] == "/x/o/p_0.w_0_fp32_master_0", "they have named it"
+    alone = {path: name for path, name in wanted.items() if path.startswith("/o/")}
+    assert match(saved, alone, moved)["/o/p_0.w_0_moment1_0"] == "/x/o/p_0.w_0_moment1_0", "nobody knows whose it is"
+    names = Names(list(saved), list(saved.values())), Names(list(wanted), list(wanted.values()))
+    matching = NameMatch(names[0], {path: i for i, path in enumerate(saved)}, names[1], moved)
+    (place,) = matching.places(["/o/p_0.w_0_moment1_0"])
+    assert place is not None, "its parameter is left as it is"
+    assert list(saved)[place] == "/x/o/p_0.w_0_moment1_0"
     only = {"/model/fc.weight": "x_0", "/optimizer/fc.weight.moment1": None}
     found = match(DYNAMIC, only, {"/model/fc.weight": "/model/fc.bias"})
     assert found["/model/fc.weight"] == "/model/fc.bias"
