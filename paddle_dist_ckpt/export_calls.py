@@ -65,7 +65,8 @@ def export(
         process_group: The Paddle group whose ranks export together; None for the default group.
         options: ``timeout``, ``progress_timeout``, ``no_dist`` and ``progress`` are used; ``recipes`` and
             ``aoa_config``, which make all that they can and leave the other tensors as they are, as in
-            :func:`load_merged_state_dict`, and ``strict`` for these. ``key_map``, ``cast`` and ``resize`` are refused.
+            :func:`load_merged_state_dict`, with ``strict`` and ``allow_missing`` for these. ``key_map``, ``cast`` and
+            ``resize`` are refused.
 
     Returns:
         What was written.

@@ -10,8 +10,10 @@ from ..core.parts import Arranged, Arranger, IdleStatement, Part, SourceTensor, 
 from ..options import LoadOptions
 from ..planning.recipe_parts import PartMaker, RecipeError, misfit
 from ..recipes import Recipe, filled, placeholders, stored_keys
+from .key_map import matcher
 from .part_targets import fitted_parts
 from .recipes import KeyPattern, Matching, match_recipes
+from .wording import MISSING
 
 __all__ = ["RecipeArranger", "arranger_for", "is_itself"]
 
@@ -24,12 +26,14 @@ class AllMade(NamedTuple):
         sources: The flat keys that recipes speak of, those that do not fit as well.
         problems: What does not fit of the recipes, a line each.
         unfit: The flat keys for which the rest says what cannot be made, with the reasons.
+        left: What is not made of the recipes, for it may be missing, and something of which it is made is; a line each.
     """
 
     tensors: dict[str, Arranged]
     sources: set[str]
     problems: list[str]
     unfit: dict[str, str]
+    left: list[str]
 
 
 class RecipeArranger:
@@ -38,10 +42,11 @@ class RecipeArranger:
     Args:
         recipes: The recipes.
         rest: What says it of all other tensors; without it they are as they are stored.
+        allow_missing: Patterns of keys that need not be made if something is not stored of which they would be.
     """
 
-    def __init__(self, recipes: Mapping[str, Recipe], rest: Arranger | None) -> None:
-        self._recipes, self._rest = recipes, rest
+    def __init__(self, recipes: Mapping[str, Recipe], rest: Arranger | None, allow_missing: Sequence[str] = ()) -> None:
+        self._recipes, self._rest, self._may_be_missing = recipes, rest, matcher(allow_missing)
 
     def corner(self, value: Any) -> tuple[int, ...] | None:
         """See :class:`..core.parts.Arranger`."""
@@ -70,14 +75,23 @@ class RecipeArranger:
             stored: The stored tensors, by flat key.
             absent: Says what the checkpoint has at a flat key at which it has no tensor.
         """
-        keys, problems = _wanted_keys(self._recipes, stored)
+        keys, problems, unlike = _wanted_keys(self._recipes, stored)
         matching = match_recipes(self._recipes, {key: key for key in keys})
-        made, more = _made(matching, stored, absent)
+        made, misfits = _made(matching, stored, absent)
+        misfits = unlike | misfits
+        sources = {key: filled.keys.values() for key, filled in matching.recipes.items()}
+        lacking = [
+            key
+            for key in filter(self._may_be_missing, misfits)
+            if key in unlike or any(one not in stored and absent(one).startswith(MISSING) for one in sources[key])
+        ]
+        left = [f"{key}: {misfits.pop(key)}" for key in lacking]
+        problems += [f"{key}: {text}" for key, text in misfits.items()]
         used = {*matching.sources, *matching.recipes}
-        left = self._rest.arrange(stored, None) if self._rest is not None else _as_they_are(stored)
+        others = self._rest.arrange(stored, None) if self._rest is not None else _as_they_are(stored)
         kept = {
             key: one
-            for key, one in left.items()
+            for key, one in others.items()
             if one is not None and key not in matching.recipes and not (key in used and is_itself(key, one, stored))
         }
         unfit = {
@@ -86,12 +100,16 @@ class RecipeArranger:
             if not is_itself(key, one, stored) and (text := _why_unfit(one, stored, absent))
         }
         kept = {key: one for key, one in kept.items() if key not in unfit}
-        return AllMade({**kept, **made}, set(matching.sources), problems + more, unfit)
+        return AllMade({**kept, **made}, set(matching.sources), problems, unfit, left)
 
 
 def arranger_for(options: LoadOptions, rest: Arranger | None) -> RecipeArranger | None:
     """What the options, and ``rest`` of all other tensors, make of a checkpoint; None if they make nothing."""
-    return RecipeArranger(options.recipes or {}, rest) if options.recipes or rest is not None else None
+    return (
+        RecipeArranger(options.recipes or {}, rest, options.allow_missing)
+        if options.recipes or rest is not None
+        else None
+    )
 
 
 def is_itself(key: str, arranged: Arranged, stored: Mapping[str, SourceTensor]) -> bool:
@@ -129,31 +147,31 @@ def _as_they_are(stored: Mapping[str, SourceTensor]) -> dict[str, Arranged | Non
 
 def _made(
     matching: Matching, stored: Mapping[str, SourceTensor], absent: Callable[[str], str]
-) -> tuple[dict[str, Arranged], list[str]]:
-    """What the recipes of some keys make, and what does not fit."""
-
+) -> tuple[dict[str, Arranged], dict[str, str]]:
+    """What the recipes of some keys make; and of the others why they do not fit."""
     maker = PartMaker(_find_in(stored, absent))
-    made, problems = {}, []
+    made, misfits = {}, {}
     for key, recipe in matching.recipes.items():
         try:
             shape, dtype, parts, cast = maker.make(recipe)
             made[key] = Arranged(shape, parts, dtype.name, cast)
         except RecipeError as error:
-            problems.append(f"{key}: {error}")
-    return made, problems
+            misfits[key] = str(error)
+    return made, misfits
 
 
-def _wanted_keys(recipes: Mapping[str, Recipe], stored: Iterable[str]) -> tuple[list[str], list[str]]:
+def _wanted_keys(recipes: Mapping[str, Recipe], stored: Iterable[str]) -> tuple[list[str], list[str], dict[str, str]]:
     """The keys that recipes make tensors for, where nobody says which are wanted.
 
     A key without placeholders is one of them. For a key with placeholders they follow from the stored keys that match a
     key in the recipe: the placeholders stand for the same there.
 
     Returns:
-        The keys; and a line for each recipe for which they cannot be known, or are none.
+        The keys; a line for each recipe for which they cannot be known; and by key what is said of one for which they
+        are none.
     """
     found: dict[str, None] = {}
-    problems = []
+    problems, unlike = list[str](), dict[str, str]()
     stored = list(stored)
     for wanted, recipe in recipes.items():
         names = set(placeholders(wanted))
@@ -169,9 +187,9 @@ def _wanted_keys(recipes: Mapping[str, Recipe], stored: Iterable[str]) -> tuple[
             continue
         keys = _filled(wanted, telling, stored)
         if not keys:
-            problems.append(f"{wanted}: the checkpoint has no tensor like {' or '.join(telling)}, of which it is made")
+            unlike[wanted] = f"the checkpoint has no tensor like {' or '.join(telling)}, of which it is made"
         found.update(dict.fromkeys(keys))
-    return list(found), problems
+    return list(found), problems, unlike
 
 
 def _filled(wanted: str, telling: Sequence[str], stored: Sequence[str]) -> list[str]:

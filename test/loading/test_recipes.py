@@ -23,6 +23,7 @@ from paddle_dist_ckpt import (
     Recipe,
     StateDictMismatchError,
     concat,
+    export,
     read_metadata,
     split,
     stack,
@@ -482,6 +483,26 @@ def test_a_merged_load_says_what_does_not_fit(tmp_path: Path, recipes: Any, prob
     left = load_whole(tmp_path, options=options(recipes | {"y": stored("m.1.k")}, strict=False))
     assert left["y"].tobytes() == MANY["m.1.k"].tobytes()
     assert not {"x", "n.0"} & set(left)
+
+
+@pytest.mark.parametrize("strict", [True, "all"])
+def test_a_merged_load_may_lack_what_is_made_of_what_is_not_stored(
+    tmp_path: Path, strict: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_alone({**nested(MANY), "step": 1}, tmp_path)
+    recipes = {"x": stored("m.0.z"), "y.{i}": stored("z.{i}.q"), "z.{i}": concat(stored("m.{i}.q"), stored("m.9.q"))}
+    allowed = {"strict": strict, "allow_missing": ["x", "y.*", "z.*"]}
+    found = load_whole(tmp_path, options=options(recipes | {"w": stored("m.1.k")}, **allowed))
+    assert set(found) == {"w", "step", "m.0.k", "m.12.k"}
+    report = export(tmp_path, tmp_path / "out", options=options(recipes | {"w": stored("m.1.k")}, **allowed))
+    assert report.tensors == 3
+    for key in ("x", "y.{i}", "z.0", "z.1", "z.12"):
+        assert f"left out: {key}: " in caplog.text
+    with pytest.raises(StateDictMismatchError, match="z.1: it is made of m.9.q, which in the checkpoint is missing"):
+        load_whole(tmp_path, options=options(recipes, allow_missing=["x", "y.*", "z.0"]))
+    for recipe, text in ((stored("m.0.q")[4:], "no such part"), (stored("step"), "is a value")):  # it is stored
+        with pytest.raises(StateDictMismatchError, match=text):
+            load_whole(tmp_path, options=options({"x": recipe}, **allowed))
 
 
 @pytest.mark.parametrize("name", MADE)
