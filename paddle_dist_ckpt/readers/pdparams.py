@@ -93,7 +93,10 @@ def _sources(
     sources: dict[str, dict[str, _IndexedFile | None]] = {name: {name: None} for name in files}
     for index in [name for name in files if name.endswith(OF_INDEX)]:
         del sources[index]
-        weight_map, is_taken = weight_map_of(storage, names, index, budget)
+        told = weight_map_of(storage, names, index, budget)
+        if told is None:
+            continue
+        weight_map, is_taken = told
         parts = {name: _IndexedFile([], weight_map) for name in sorted(set(weight_map.values()))}
         for key, name in weight_map.items():
             parts[name].keys.append(key)

@@ -13,6 +13,8 @@ taken, unless files that it names are missing. What it does not name is not read
 The kinds are ``model``, and in PaddleNLP's unified checkpoints ``optimizer`` (whose keys are ``weight/moment1_0``),
 ``master_weights`` and ``peft_model``. Where a folder has one kind only, tensors have the paths ``(key,)``; else
 ``(kind, key)``. Files of torch.distributed.checkpoint say where in its tensor each entry belongs.
+PaddleNLP may save each rank's part of an optimizer as it is, over several files if there is much of it
+(``optimizer.shard00.safetensors_shard_0001``), with an index that names no files.
 
 PaddleNLP writes numpy's arrays, and bfloat16 as uint16, which Paddle takes for nothing else. Such files say
 ``"format": "np"`` of themselves. PaddleFormers does so too where it saves in the background, but they may say that they
@@ -51,8 +53,10 @@ __all__ = ["SafetensorsReader"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 _SUFFIX = ".safetensors"
 _INDEX = _SUFFIX + OF_INDEX
+_DATA = re.compile(r".*\.safetensors(?:_shard_[0-9]{4})?", re.DOTALL)
 _MODEL = "model"
 _COUNTED = re.compile(r"(shard-[0-9]+-)?(.*)-([0-9]{1,9})-of-([0-9]{1,9})(.*)\.safetensors", re.DOTALL)
+_OF_RANKS = ("optimizer", "master_weights")  # kinds of which ranks may have saved what they had, under one key
 _MOST_NAMED = 5  # files in a message
 _KIND = re.compile(r"(optimizer|master_weights|peft_model)[-.].*")
 _OWN = re.compile(
@@ -104,7 +108,8 @@ class SafetensorsReader:
         return [0] if _kinds(names) else []
 
     def read(self, storage: Storage, names: Collection[str], unique_id: int) -> Catalog:
-        """See :class:`Reader`. It is unsupported too if two files have one key, and no index says which is meant."""
+        """See :class:`Reader`. It is unsupported too if two files of a model have one key, and no index says which is
+        meant; of an optimizer such a key is left out."""
         kinds = _kinds(names)
         if not kinds or unique_id:
             raise CheckpointNotFoundError(f"{storage.location} has no safetensors files of a checkpoint {unique_id}")
@@ -114,6 +119,11 @@ class SafetensorsReader:
             parents: tuple[Part, ...] = (kind,) if len(kinds) > 1 else ()
             found, refused = _entries(storage, set(names), sources, budget)
             for key, entries in found.items():
+                several = _several(key, entries)
+                if several is not None and key not in refused:
+                    if kind not in _OF_RANKS:
+                        raise UnsupportedValueError(several)
+                    refused[key] = entries[0].file, several
                 if key not in refused:
                     _add(assembly, (*parents, key), entries)
             for key, (file, reason) in refused.items():
@@ -130,7 +140,7 @@ def _kinds(names: Collection[str]) -> dict[str, _StateFiles]:
         kind = match[1] if match else _MODEL
         if name.endswith(_INDEX):
             kinds.setdefault(kind, _StateFiles([], [])).indexes.append(name)
-        elif name.endswith(_SUFFIX) and name not in described and not _OWN.fullmatch(name):
+        elif _DATA.fullmatch(name) and name not in described and not _OWN.fullmatch(name):
             kinds.setdefault(kind, _StateFiles([], [])).files.append(name)
     return kinds
 
@@ -171,6 +181,14 @@ def _entries(
     return found, refused
 
 
+def _several(key: str, entries: list[_Entry]) -> str | None:
+    """Why nobody knows which of a key's entries is meant, if that is so."""
+    if len(entries) == 1 or all(entry.offset is not None for entry in entries):
+        return None
+    files = ", ".join(entry.file for entry in entries[:5])
+    return f"{shown(key)} is in several files, and no index says which is meant: {files}"
+
+
 def _meant(storage: Storage, names: set[str], sources: _StateFiles, budget: Budget) -> tuple[dict[str, str], list[str]]:
     """Which file each key is in, as far as an index says, and the files to read."""
     if not sources.indexes:
@@ -178,7 +196,10 @@ def _meant(storage: Storage, names: set[str], sources: _StateFiles, budget: Budg
             _check_counted(sources.files)
         return {}, sources.files
     index = sources.indexes[0]
-    weight_map, is_taken = weight_map_of(storage, names, index, budget)
+    told = weight_map_of(storage, names, index, budget)
+    if told is None:
+        return {}, sources.files
+    weight_map, is_taken = told
     single, files = index.removesuffix(OF_INDEX), set(weight_map.values())
     if not is_taken:
         return {}, [single]
@@ -261,9 +282,6 @@ def _offsets(header: SafetensorsHeader, name: str) -> dict[str, tuple[int, ...]]
 def _add(assembly: Assembly, path: tuple[Part, ...], entries: list[_Entry]) -> None:
     """Add the tensor of a key: one whole entry, or several of which all say where they belong."""
     first, key = entries[0], shown(path[-1])
-    if len(entries) > 1 and any(entry.offset is None for entry in entries):
-        others = ", ".join(entry.file for entry in entries[:5])
-        raise UnsupportedValueError(f"{key} is in several files, and no index says which is meant: {others}")
     dtype, shape, _ = first.entry
     pieces = []
     for file, entry, offset in entries:

@@ -20,6 +20,7 @@ __all__ = ["OF_INDEX", "weight_map_of"]
 
 OF_INDEX = ".index.json"
 """What an index's name has behind that of the single file in whose place the several are."""
+_NOTES = {"quant_ckpt_resume_times", "ckpt_quant_stage", "optim_shard_num"}  # of PaddleNLP, where it has no index
 _logger = logging.getLogger("paddle_dist_ckpt")
 
 
@@ -40,8 +41,10 @@ class _WeightMap(NamedTuple):
     is_taken: bool
 
 
-def weight_map_of(storage: Storage, names: Collection[str], index: str, budget: Budget) -> _WeightMap:
-    """What an index says. A single file beside it is meant if files that the index names are missing.
+def weight_map_of(storage: Storage, names: Collection[str], index: str, budget: Budget) -> _WeightMap | None:
+    """What an index says; None if it has no more than notes on an optimizer whose parts ranks have saved as they are.
+
+    A single file beside it is meant if files that the index names are missing.
 
     A warning says what is taken where there are both.
 
@@ -49,6 +52,8 @@ def weight_map_of(storage: Storage, names: Collection[str], index: str, budget: 
         CheckpointCorruptedError: it is no index, or a file that it names is missing.
     """
     weight_map = _read(storage, index, budget)
+    if weight_map is None:
+        return None
     single, files, present = index.removesuffix(OF_INDEX), set(weight_map.values()), set(names)
     if single in present and single not in files:
         taken = index if files <= present else single
@@ -62,12 +67,14 @@ def weight_map_of(storage: Storage, names: Collection[str], index: str, budget: 
     return _WeightMap(weight_map, True)
 
 
-def _read(storage: Storage, index: str, budget: Budget) -> dict[str, str]:
+def _read(storage: Storage, index: str, budget: Budget) -> dict[str, str] | None:
     with WindowedFile(storage, index, budget) as file:
         text = file.read_large(0, file.size)
         spend_on_json(file, text)
     try:
         outer = _INDEX_DECODER.decode(text)
+        if "weight_map" not in outer and not _NOTES.isdisjoint(outer):
+            return None
         weight_map = _WEIGHT_MAP_DECODER.decode(outer["weight_map"])
     except (*DECODE_ERRORS, KeyError) as error:
         raise CheckpointCorruptedError(f"{index}: no index, or a damaged one: {str(error)[:200]}") from error

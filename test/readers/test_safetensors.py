@@ -231,6 +231,22 @@ def test_of_a_single_file_and_an_index_the_one_that_is_whole_is_taken(
     assert f"holds model.safetensors and {INDEX}, which names other files; {taken} is taken" in caplog.text
 
 
+def test_what_ranks_had_of_an_optimizer_is_read_beside_an_index_of_no_files(tmp_path: Path) -> None:
+    """As PaddleNLP and PaddleFormers save it with ignore_merge_optimizer. A key that ranks share is left out."""
+    write_unified(tmp_path, "model", {"a": np.ones(2), "b": np.ones(2)})
+    notes = {"quant_ckpt_resume_times": 0, "optim_shard_num": 2}
+    (tmp_path / "optimizer.safetensors.index.json").write_text(json.dumps(notes))
+    save_file({"a/moment1_0": np.ones(2)}, tmp_path / "optimizer.tp00_shard00.safetensors_shard_0001")
+    save_file({"a/moment2_0": np.ones(2)}, tmp_path / "optimizer.tp00_shard00.safetensors_shard_0002")
+    save_file({"b/moment1_0": np.ones(1)}, tmp_path / "optimizer.tp00_shard01.safetensors_shard_0001")
+    for rank in (0, 1):
+        save_file({"b": np.ones(1)}, tmp_path / f"master_weights.tp0{rank}_shard01.safetensors_shard_0001")
+    catalog = read(tmp_path)
+    optimizer = [("optimizer", f"{key}_0") for key in ("a/moment1", "a/moment2", "b/moment1")]
+    assert paths_of(catalog) == [("model", "a"), ("model", "b"), *optimizer]
+    assert [path for path, reason in catalog.left_out if "in several files" in reason] == [("master_weights", "b")]
+
+
 def test_a_warning_names_what_an_index_does_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     for key, name in zip("ab", names, strict=True):
