@@ -23,10 +23,12 @@ from .files.names import metadata_id
 from .folder.checkpoint import why_unknown
 from .folder.foreign import Format, look
 from .folder.ids import NO_FOLDER
+from .folder.selection import warn_of_unread
 from .options import LoadOptions, SaveOptions, checked
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .state_exports import export_filled_with
+from .tree.paths import plain_key
 from .wiring import connected, export_with, load_with, paddles, refuse, save_with, source_of
 
 __all__ = ["install", "uninstall"]
@@ -296,19 +298,23 @@ class _DropIn:
             metadata = self._metadata(load_path, unique_id)
             if metadata.format == "native":  # others have no numbers of ours
                 unique_id = metadata.unique_id  # whose keys these are: a newer one may be saved meanwhile
-            there = metadata.state_dict_metadata
-            keys = [
-                # One that is stored counts as itself, and the pattern of another may be one.
-                escaped if patterns and (escaped := glob.escape(key)) not in there else key
-                for key in there
-                if key.startswith(prefix or "") and not key.endswith(tuple(skip_postfix_list))
-            ]
+            there, endings = metadata.state_dict_metadata, tuple(skip_postfix_list)
+            not_read = {plain_key(path): reason for path, reason in metadata.left_out.items()}
+            keys, left = (
+                [key for key in some if key.startswith(prefix or "") and not key.endswith(endings)]
+                for some in (there, not_read)
+            )
+            if patterns:  # one that is stored counts as itself, and the pattern of another may be one
+                keys = [escaped if (escaped := glob.escape(key)) not in there else key for key in keys]
             request = export_request(save_path, unique_id=unique_id, keys=keys, stem=safetensor_prefix, of_torch=False)
         except Exception as error:
             refuse(ranks, options, error, "export" if patterns else "merge_sharded_state_dict")
+        warn_of_unread({key: not_read[key] for key in left})
         if patterns:
-            return export_with(ranks, load_path, request, options)
-        return export_filled_with(ranks, load_path, request, options, offload)
+            report = export_with(ranks, load_path, request, options)
+        else:
+            report = export_filled_with(ranks, load_path, request, options, offload)
+        return dataclasses.replace(report, left_out=(*report.left_out, *left))
 
     def clear_async_save_task_queue(self) -> None:
         """Wait until the saves in the background have ended, all of them.

@@ -15,7 +15,17 @@ from ..files.metadata import Metadata
 from ..tree.paths import WILDCARD, escaped_key, flat_keys, plain_key, plain_keys, without_escapes
 from ..visible import visible
 
-__all__ = ["Chosen", "Selection", "below", "checked_keys", "select", "select_keys", "selected_of", "unread"]
+__all__ = [
+    "Chosen",
+    "Selection",
+    "below",
+    "checked_keys",
+    "select",
+    "select_keys",
+    "selected_of",
+    "unread",
+    "warn_of_unread",
+]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
@@ -74,10 +84,7 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
     """
     prefix, keys = selection.prefix, selection.keys
     not_read = unread(metadata, selection)
-    for key, reason in list(not_read.items())[:_MOST_NAMED]:
-        _logger.warning("%s is left out: %s", visible(key), reason)
-    if len(not_read) > _MOST_NAMED:
-        _logger.warning("%d more keys are left out", len(not_read) - _MOST_NAMED)
+    warn_of_unread(not_read)
     paths = metadata.paths
     chosen = {path: rest for path in paths if (rest := below(path, prefix)) is not None}
     if not chosen and (paths or prefix is not None):
@@ -102,6 +109,14 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
             f"such as {min(branches)!r}, means one of them, and so do keys"
         )
     return chosen
+
+
+def warn_of_unread(not_read: Mapping[str, str]) -> None:
+    """Say what is left out since it cannot be read, by flat keys with the reasons."""
+    for key, reason in list(not_read.items())[:_MOST_NAMED]:
+        _logger.warning("%s is left out: %s", visible(key), reason)
+    if len(not_read) > _MOST_NAMED:
+        _logger.warning("%d more keys are left out", len(not_read) - _MOST_NAMED)
 
 
 def select_keys(paths: dict[str, str], selection: Selection) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import io
+import json
 import logging
 import os
 import pickle
@@ -277,6 +278,24 @@ def test_a_merge_that_is_wrong_on_one_rank_is_so_on_all(pool: RankPool, tmp_path
         assert re.search("no folder /nowhere|'int' object is not iterable|must be a mapping, not str", merged.message)
         assert merged.seconds < 30
         assert after.error is None
+
+
+@has_merged
+@pytest.mark.parametrize("config", [None, {"aoa_statements": ["w -> w"]}])
+def test_a_merge_says_what_it_cannot_read(config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    merge: Any = importlib.import_module("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    header = {
+        key: {"dtype": dtype, "shape": [1], "data_offsets": [at, at + 1]}
+        for at, (key, dtype) in enumerate({"w": "U8", "odd": "F8_E8M0", "skipped": "F8_E8M0"}.items())
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(3))
+    with install():
+        report = merge.merge_sharded_state_dict(
+            tmp_path, tmp_path / "out", skip_postfix_list=["skipped"], aoa_config=config
+        )
+    assert (report.tensors, report.left_out) == (1, ("odd",))
+    assert ["odd is left out" in record.getMessage() for record in caplog.records].count(True) == 1
 
 
 @has_merged
