@@ -207,6 +207,11 @@ def check_optimizer(optimizer: Any, key: str) -> None:
             "they do not say of what; save the model alone, or shard by fleet's stage 1 or by "
             "paddle.distributed.shard_optimizer"
         )
+    if getattr(owner, "enable_tensor_fusion", False):
+        raise UnsupportedValueError(
+            f"{key}: this optimizer joins parameters in buffers, of which each rank steps a piece, and what it has for "
+            "its piece does not say of what; train without _enable_tensor_fusion(), or save the model alone"
+        )
 
 
 def parameters_of(optimizer: Any) -> list[Any]:

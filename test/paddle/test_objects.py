@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -789,6 +790,20 @@ def test_only_what_is_called_a_slice_is_one(tmp_path: Path) -> None:
     state = {"time-slice@10ms": {"w": paddle.ones([2])}, "slice@": {"w": paddle.ones([3])}}
     save_state_dict(state, str(tmp_path))
     assert load_merged_state_dict(str(tmp_path))["slice@"]["w"].shape == [3]
+
+
+@has_stages
+def test_a_sharded_optimizer_that_fuses_tensors_is_refused(tmp_path: Path) -> None:
+    """Each rank has moments of its own piece of the buffers; here they would be made of whole parameters."""
+    optimizer = dist.shard_optimizer(optimizer_for(layer_of(REPLICATE)), STAGES["stage 1"]())
+    if not hasattr(optimizer, "_enable_tensor_fusion"):
+        pytest.skip(f"Paddle {paddle.__version__} fuses in static-graph programs only")
+    with mock.patch.dict(os.environ):
+        optimizer._enable_tensor_fusion()
+    with pytest.raises(UnsupportedValueError, match=r"optimizer: .* joins parameters in buffers.*tensor_fusion\(\)"):
+        save_state_dict({"optimizer": optimizer}, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    assert not any(optimizer._inner_opt._accumulators.values()), "none were made"
 
 
 @pytest.mark.parametrize("kept", ["accumulators", "masters", "parameters"])
