@@ -7,6 +7,7 @@ parameters under weight decay. Here they are made as the step makes them, and no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from typing import Any
 
@@ -89,10 +90,13 @@ def make_accumulators(optimizer: Any, thawed: Collection[int] = ()) -> None:
         owner.helper = LayerHelper(type(owner).__name__)
     masters = dict(getattr(owner, "_master_weights", {}))
     block = framework.default_main_program().global_block()
+    held = _names_in_held(owner)
     with paddle.no_grad():
-        for group in groups if isinstance(groups[0], dict) else [None]:
+        for is_held, group in itertools.product((True, False), groups if isinstance(groups[0], dict) else [None]):
             parameters = [
-                each for each in (groups if group is None else group["params"]) if _is_due(owner, each, thawed)
+                each
+                for each in (groups if group is None else group["params"])
+                if (not is_held or each.name in held) and _is_due(owner, each, thawed)
             ]
             if parameters:
                 create(block, parameters if group is None else {**group, "params": parameters})
@@ -103,6 +107,21 @@ def make_accumulators(optimizer: Any, thawed: Collection[int] = ()) -> None:
     if masters:  # shard_optimizer replaces those that exist by new tensors
         owner._master_weights.update(masters)
     _name_accumulators(owner)
+
+
+def _names_in_held(optimizer: Any) -> set[str]:
+    """The names of the parameters (and other beginnings) for which Paddle holds back a state that was set. What
+    accumulators have been given of it already is dropped.
+
+    As long as there is any, Paddle makes none for a parameter that has nothing in it, such as one that was never used.
+    So those that have come first.
+    """
+    held = getattr(optimizer, "_accumulators_holder", None)
+    if not held:
+        return set()
+    made = {one.name for by_name in optimizer._accumulators.values() for one in by_name.values()}
+    optimizer._accumulators_holder = held = {name: one for name, one in held.items() if name not in made}
+    return {name[:end] for name in held for end, letter in enumerate(name) if letter == "_"}
 
 
 def _is_due(optimizer: Any, parameter: Any, thawed: Collection[int]) -> bool:

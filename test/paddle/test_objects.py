@@ -73,8 +73,8 @@ def layer_of(placement: Any = None, dtype: str = "float32", mesh: Any = ALONE) -
 def optimizer_for(layer: Any, kind: str = "AdamW", **more: Any) -> Any:
     if kind == "Adagrad" and layer.weight.is_dist() and not FROM_LOCAL:
         pytest.skip(f"Paddle {paddle.__version__} has no Adagrad for DistTensors")
-    more = {"learning_rate": 0.1, **CLASSES[kind], **more}
-    return getattr(paddle.optimizer, kind)(parameters=layer.parameters(), **more)
+    more = {"learning_rate": 0.1, "parameters": layer.parameters(), **CLASSES[kind], **more}
+    return getattr(paddle.optimizer, kind)(**more)
 
 
 def step(layer: Any, optimizer: Any, number: int = 0) -> None:
@@ -303,6 +303,34 @@ def test_a_state_that_was_set_before_the_first_step_is_kept() -> None:
     fresh.set_state_dict({key[:-1] + "1": tensor for key, tensor in held.items()})
     state = objects.optimizer_state(fresh)
     assert_equal({key[:-1] + "0": value for key, value in values(state).items()}, values(held))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_state_that_was_set_may_lack_a_parameter_that_was_never_used(grouped: bool, stepped: bool) -> None:
+    """Paddle goes on with it, as the parameter still has no gradient."""
+
+    def job(steps: int) -> tuple[Any, Any]:
+        model = paddle.nn.Sequential(*(layer_of() for _ in range(3)))
+        rates = [{"params": layer.parameters(), "learning_rate": 0.5} for layer in model]
+        optimizer = optimizer_for(model, **({"parameters": rates} if grouped else {}))
+        for _ in range(steps):
+            step(model[0], optimizer)
+            step(model[2], optimizer)
+        return model, optimizer
+
+    with paddle.utils.unique_name.guard():
+        trained = job(1)[1].state_dict()
+    with paddle.utils.unique_name.guard():
+        model, optimizer = job(2 if stepped else 0)
+        optimizer.set_state_dict({key: tensor.clone() for key, tensor in trained.items()})
+        state = values(objects.optimizer_state(optimizer))
+        names = [parameter.name for parameter in model[1].parameters()]
+        unused = {key for key in state if key.startswith(tuple(names))}
+        assert len(unused) == 8
+        assert not any(state[key].any() for key in unused if "moment" in key)
+        assert_equal({key: state[key] for key in state.keys() - unused}, values(trained))
+        step(model[2], optimizer)
 
 
 @has_stages
