@@ -66,7 +66,8 @@ def _hidden_folder(ranks: Ranks, request: ExportRequest, options: SaveOptions, s
 
     def place(messages: Mapping[int, bytes]) -> dict[int, bytes]:
         check_free(request, folders)
-        made.append(HiddenFolder(out, f".{out.name}.state-{secrets.token_hex(8)}", folders, source, 0o700))
+        made.append(HiddenFolder(out, f".{out.name}.state-{secrets.token_hex(8)}", folders))
+        made[0].make(source, 0o700)
         return dict.fromkeys(messages, str(made[0].path).encode())
 
     with bounded_folders(options.progress_timeout, ranks.rank) as folders:

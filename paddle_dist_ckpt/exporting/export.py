@@ -143,7 +143,8 @@ class _Coordinator:
         check_free(self._request, self._folders)
         metadata = self._plan()
         name = f".{out.name}.export-{self._save.save_id}"
-        self._hidden = HiddenFolder(out, name, self._folders, self._source.location)
+        self._hidden = HiddenFolder(out, name, self._folders)
+        self._hidden.make(self._source.location)
         answer = encode(BeginAnswer(metadata.unique_id, metadata.save_id, str(self._hidden.path), self._save))
         return dict.fromkeys(messages, answer)
 

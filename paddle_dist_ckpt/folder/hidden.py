@@ -29,38 +29,41 @@ _GONE = ".gone"
 
 
 class HiddenFolder:
-    """A hidden folder that this process has made, until it is published or removed.
-
-    What dead exports to the same place have left is removed first: its room may be needed. Of others there is a
-    warning. All stay where one of them is exported from: it may have been left by a killed export of a state_dict, and
-    be wanted yet; or this one's own, which has seen to the others.
+    """A hidden folder that this process makes, until it is published or removed.
 
     Args:
         out: The place of the export.
         name: The folder's name beside it, which nobody else knows.
         folders: Opens local folders, and does what else is done to them.
-        source: The folder that is exported from.
-        mode: The folder's mode, of which the umask takes something away.
-
-    Raises:
-        OSError: it cannot be made.
-        CheckpointError: no thread can be started that keeps its claim fresh.
     """
 
-    def __init__(self, out: Path, name: str, folders: Folders, source: str = "", mode: int = 0o777) -> None:
-        self.path, self._folders = out.with_name(name), folders
+    def __init__(self, out: Path, name: str, folders: Folders) -> None:
+        self.path, self._out, self._folders = out.with_name(name), out, folders
         self._claim = OwnClaim(folders(self.path), _CLAIM)
-        folders(out.parent).prepare()
+        self._made: MadeFolder | None = None
+
+    def make(self, source: str = "", mode: int = 0o777) -> None:
+        """Make it. Whatever comes between, it is there until :meth:`remove`.
+
+        What dead exports to the same place have left is removed first: its room may be needed. Of others there is a
+        warning. All stay where one of them is exported from: it may have been left by a killed export of a state_dict,
+        and be wanted yet; or this one's own, which has seen to the others.
+
+        Args:
+            source: The folder that is exported from.
+            mode: The folder's mode, of which the umask takes something away.
+
+        Raises:
+            OSError: it cannot be made.
+            CheckpointError: no thread can be started that keeps its claim fresh.
+        """
+        self._folders(self._out.parent).prepare()
         make = functools.partial(_make, self.path, mode)
-        self._made = folders.run("making", self.path, make, lambda _: self.path.rmdir())
-        try:
-            with suppress(OSError):  # they do not prevent this one
-                self._see_to_others(out, source)
-            self._claim.publish(os.fsencode(name))
-            self._claim.keep_fresh(lambda: None)
-        except BaseException:
-            self.remove()
-            raise
+        self._made = self._folders.run("making", self.path, make, lambda _: self.path.rmdir())
+        with suppress(OSError):  # they do not prevent this one
+            self._see_to_others(self._out, source)
+        self._claim.publish(os.fsencode(self.path.name))
+        self._claim.keep_fresh(lambda: None)
 
     def _see_to_others(self, out: Path, source: str) -> None:
         """Remove what dead exports have left, and say which other hidden folders there are."""
@@ -92,7 +95,7 @@ class HiddenFolder:
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
         self._claim.stop()
-        self._folders.end_with("removing", self.path, functools.partial(_remove, self._made))
+        self._folders.end_with("removing", self.path, functools.partial(_remove, self.path, self._made))
 
 
 def is_seen(storage: Storage) -> bool:
@@ -114,8 +117,12 @@ def _aside(hidden: Path) -> Path:
     return hidden if hidden.name.endswith(_GONE) else hidden.with_name(hidden.name + _GONE)
 
 
-def _remove(folder: MadeFolder) -> None:
-    left = folder.remove(_aside(folder.path))
+def _remove(path: Path, folder: MadeFolder | None) -> None:
+    if folder is None:  # it is empty, if it was made: an interrupt has come since, or an error
+        with suppress(OSError):
+            path.rmdir()
+        return
+    left = folder.remove(_aside(path))
     if left is not None:
         _logger.warning("%s is left of an export, and can be removed", left)
 

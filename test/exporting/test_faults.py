@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,11 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.exporting import export as export_module
 from paddle_dist_ckpt.exporting.export import export_checkpoint
 from paddle_dist_ckpt.exporting.formats import ExportRequest
+from paddle_dist_ckpt.folder.hidden import HiddenFolder
 from paddle_dist_ckpt.storage import Folders, LocalStorage, made_folder
 from paddle_dist_ckpt.storage.made_folder import MadeFolder
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
+from test.interrupts import interrupted
 from test.jobs import (
     Killed,
     all_of,
@@ -647,6 +650,20 @@ def test_a_folder_that_was_given_the_hidden_ones_name_is_not_removed(
     assert "No space left" in str(error)
     assert files_in(hidden[0]) == before
     assert f"{hidden[0]} is another folder than the one that was made there, so it stays" in caplog.messages
+
+
+def test_no_interrupt_leaves_a_hidden_folder(tmp_path: Path) -> None:
+    """Whoever exports there later would be told of it for ever."""
+    for number in itertools.count():
+        hidden = HiddenFolder(tmp_path / "out", ".out.export-1", Folders())
+        goes_on = True
+        with suppress(CheckpointError):  # Python may end a thread's start with a RuntimeError then
+            goes_on = interrupted(number, hidden.make)
+        hidden.remove()
+        assert not list(tmp_path.iterdir()), number
+        if not goes_on:
+            break
+    assert number > 50
 
 
 def test_a_folder_that_is_not_the_one_that_was_made_is_refused(tmp_path: Path) -> None:
