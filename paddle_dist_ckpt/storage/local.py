@@ -50,9 +50,13 @@ def as_storage(path: object) -> Storage:
     """
     if isinstance(path, (str, os.PathLike)):
         return LocalStorage(path)
+    if isinstance(path, type):
+        raise TypeError(f"path must be a str, a PathLike or a Storage, not the class {path.__name__}")
     if isinstance(path, Storage):
         return path
-    raise TypeError(f"path must be a str, a PathLike or a Storage, not {type(path).__name__}")
+    lacks = [name for name in vars(Storage) if not name.startswith("_") and getattr(path, name, None) is None]
+    what = f", which has no {', '.join(lacks)}" if hasattr(path, "publish") else ""
+    raise TypeError(f"path must be a str, a PathLike or a Storage, not {type(path).__name__}{what}")
 
 
 def as_source(path: object) -> Storage:

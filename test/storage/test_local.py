@@ -46,6 +46,19 @@ def test_a_path_or_a_storage_is_meant(tmp_path: Path, monkeypatch: pytest.Monkey
             as_storage(text)
 
 
+def test_a_storage_that_is_none_is_told_why() -> None:
+    class Unfinished:
+        location = "memory"
+        touch = None
+
+        def publish(self) -> None: ...
+
+    with pytest.raises(TypeError, match="not the class LocalStorage"):
+        as_storage(LocalStorage)
+    with pytest.raises(TypeError, match=r"not Unfinished, which has no prepare, .*, touch, modified$"):
+        as_storage(Unfinished())
+
+
 def test_an_error_without_a_number_names_the_path(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=f"^broken: {tmp_path}$"), local_files.about(tmp_path):
         raise OSError("broken")
