@@ -42,7 +42,7 @@ class StorageCall:
         self.asking = False
         self._work, self._late = work, late
         self._lock = threading.Lock()
-        self._begun = self._given_up = self._decided = False
+        self._begun = self._withdrawn = self._given_up = self._decided = False
         self._results, self._errors = list[Any](), list[BaseException]()
 
     def run(self) -> None:
@@ -62,7 +62,7 @@ class StorageCall:
 
     def _begin(self) -> bool:
         with self._lock:
-            self._begun = not self._given_up
+            self._begun = not self._withdrawn
             return self._begun
 
     def decide(self) -> None:
@@ -79,8 +79,8 @@ class StorageCall:
     def withdraw(self) -> bool:
         """Have it not begin, unless it has begun. Returns whether it has not."""
         with self._lock:
-            self._given_up = self._given_up or not self._begun
-            return not self._begun
+            self._withdrawn = not self._begun
+            return self._withdrawn
 
     def give_up(self) -> bool:
         """Wait for it no longer, unless it has ended. Returns whether it has not."""
