@@ -31,7 +31,8 @@ class WritableFile(Protocol):
     """
 
     def write(self, data: Bytes1D, offset: int) -> None:
-        """Write all of ``data`` at ``offset``. Raises OSError if that did not succeed in full."""
+        """Write all of ``data`` at ``offset``; its memory is filled anew after that. Raises OSError if that did not
+        succeed in full."""
         ...
 
     def sync(self) -> None:

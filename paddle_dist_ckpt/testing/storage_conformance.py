@@ -23,12 +23,14 @@ from ..files.names import parse_claim, parse_data_file
 from ..folder.ids import committed_ids
 from ..folder.verify import verify_checkpoint
 from ..storage.base import Storage
-from ..storage.capabilities import read_windows
+from ..storage.capabilities import extended, hole_bytes, is_hole, read_windows
 from .simulation import SimulatedRank, run_ranks
 
 __all__ = ["StorageTests", "in_threads", "put"]
 
 _PAGE = 4096
+_MANY = 1100  # files; some stores list a thousand at a time
+_TICK = 5.0  # seconds that a clock may go on at once
 
 
 def put(storage: Storage, name: str, data: bytes) -> None:
@@ -116,6 +118,16 @@ class StorageTests:
         storage.sync()
         assert storage.names() == ["a.b_c-0"]
 
+    def test_all_names_are_listed_however_many(self, storage: Storage) -> None:
+        names = [f"f{i}" for i in range(_MANY)]
+
+        def work(part: int) -> None:
+            for name in names[part::10]:
+                put(storage, name, b"")
+
+        assert in_threads(10, work) == [None] * 10
+        assert sorted(storage.names()) == sorted(names)
+
     def test_a_missing_name_is_an_error_but_for_delete(self, storage: Storage) -> None:
         for operation in (storage.open, storage.size, storage.read, storage.touch, storage.modified):
             with pytest.raises(FileNotFoundError):
@@ -144,6 +156,33 @@ class StorageTests:
         file.close()
         assert storage.size("f") == len(data)
         assert storage.read("f") == data.tobytes()
+
+    def test_memory_may_be_filled_anew_when_it_is_written(self, storage: Storage) -> None:
+        memory, written = random_bytes(2 * _PAGE, aligned=True), b""
+        file = storage.create("f")
+        for turn in range(3):
+            memory += 1
+            file.write(memory, turn * len(memory))
+            written += memory.tobytes()
+        memory[:] = 0
+        file.sync()
+        file.close()
+        assert storage.read("f") == written
+
+    def test_a_file_that_is_made_longer_ahead_is_zeros_where_nothing_is_written(self, storage: Storage) -> None:
+        data, size = random_bytes(16 * _PAGE, aligned=True), 100 * _PAGE
+        file = storage.create("f")
+        start = 40 * _PAGE if extended(file, size) else 0  # a storage need not be able to do that
+        file.write(data, start)
+        file.sync()
+        file.close()
+        content = bytes(start) + data.tobytes() + bytes(size - start - len(data) if start else 0)
+        assert storage.read("f") == content
+        opened = storage.open("f")
+        assert not is_hole(opened, start, len(data)), "these are no zeros"
+        assert not is_hole(opened, 0, len(content))
+        assert not hole_bytes(opened, start, len(data))
+        opened.close()
 
     def test_windows_and_a_tail_are_written_by_several_threads(self, storage: Storage) -> None:
         window = 256 * _PAGE
@@ -325,9 +364,24 @@ class StorageTests:
         assert in_threads(5, work) == [True] * 5
         assert storage.names() == ["m"]
 
+    def test_who_has_a_file_open_reads_no_two_contents_of_it(self, storage: Storage) -> None:
+        old, new = (random_bytes(100_000 + i).tobytes() for i in range(2))
+        storage.publish("m", old, "tmp", replace=False)
+        file, buffer = storage.open("m"), np.zeros(len(old), np.uint8)
+        file.read_into([buffer[:5000]], 0)
+        assert storage.publish("m", new, "tmp", replace=True)
+        try:
+            file.read_into([buffer[5000:]], 5000)
+        except (OSError, EOFError):
+            pass  # it may also say that the file is gone
+        else:
+            assert buffer.tobytes() == old
+        file.close()
+
     # -- time
 
     def test_touch_makes_a_file_newer_by_the_clock_of_the_storage(self, storage: Storage) -> None:
+        begun = time.time()
         put(storage, "f", b"content")
         first = storage.modified("f")
         give_up = time.monotonic() + 10
@@ -336,6 +390,7 @@ class StorageTests:
             storage.touch("f")
         touched = storage.modified("f")
         assert touched > first
+        assert touched - first < time.time() - begun + _TICK, "it is in seconds"
         assert storage.read("f") == b"content"
         storage.publish("m", b"x", "tmp", replace=False)
         assert storage.modified("m") >= touched, "time goes on for other files too"

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,70 @@ class Making(LocalStorage):
         (Path(self.location) / name).touch()
 
 
+class Paged(LocalStorage):
+    """Lists a page of names."""
+
+    def names(self) -> list[str]:
+        return sorted(super().names())[:1000]
+
+
+class Milliseconds(LocalStorage):
+    """Tells time in other units."""
+
+    def modified(self, name: str) -> float:
+        return 1000 * super().modified(name)
+
+
+class Reopening(LocalStorage):
+    """Looks for a file anew whenever some of it is read."""
+
+    def open(self, name: str) -> Any:
+        def read_into(*given: Any) -> None:
+            with closing(LocalStorage.open(self, name)) as file:
+                file.read_into(*given)
+
+        return Changed(super().open(name), read_into=read_into)
+
+
+class Borrowing(LocalStorage):
+    """Writes what there is in memory when the file is synced."""
+
+    def create(self, name: str) -> Any:
+        file, waiting = super().create(name), list[Any]()
+
+        def sync() -> None:
+            for each in waiting:
+                file.write(*each)
+            file.sync()
+
+        return Changed(file, write=lambda *given: waiting.append(given), sync=sync)
+
+
+class Boastful(LocalStorage):
+    """Says that it makes a file longer, and does not."""
+
+    def create(self, name: str) -> Any:
+        return Changed(super().create(name), extend=lambda nbytes: True)
+
+
+class Holey(LocalStorage):
+    """Takes what is written for holes."""
+
+    def open(self, name: str) -> Any:
+        return Changed(super().open(name), is_hole=lambda offset, nbytes: True)
+
+
+class Changed:
+    """A file of which some things are others."""
+
+    def __init__(self, file: Any, **others: Any) -> None:
+        self._file = file
+        vars(self).update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 @pytest.mark.parametrize(
     ("kind", "test"),
     [
@@ -170,6 +235,12 @@ class Making(LocalStorage):
         (Strict, "test_a_missing_name_is_an_error_but_for_delete"),
         (Timeless, "test_touch_makes_a_file_newer_by_the_clock_of_the_storage"),
         (Making, "test_a_missing_name_is_an_error_but_for_delete"),
+        (Paged, "test_all_names_are_listed_however_many"),
+        (Milliseconds, "test_touch_makes_a_file_newer_by_the_clock_of_the_storage"),
+        (Reopening, "test_who_has_a_file_open_reads_no_two_contents_of_it"),
+        (Borrowing, "test_memory_may_be_filled_anew_when_it_is_written"),
+        (Boastful, "test_a_file_that_is_made_longer_ahead_is_zeros_where_nothing_is_written"),
+        (Holey, "test_a_file_that_is_made_longer_ahead_is_zeros_where_nothing_is_written"),
     ],
 )
 def test_a_broken_promise_is_found(
