@@ -133,7 +133,8 @@ def save_state_dict(
     """
     options, check = enter_with(options, SaveOptions)
     ranks = connected(process_group, coordinator_rank, options)
-    return save_with(ranks, paddles(ranks, state_dict, check=check), path, unique_id, async_save, options)
+    find = paddles(ranks, state_dict, check=check, of_any_mode=True)
+    return save_with(ranks, find, path, unique_id, async_save, options)
 
 
 @takes(LoadOptions)

@@ -92,10 +92,11 @@ def paddles(
     state_dict: dict[Any, Any],
     staging_bytes: int | None = None,
     check: Callable[[], object] = lambda: None,
+    of_any_mode: bool = False,
 ) -> Find:
     """Finds a state_dict of Paddle's tensors. Given the staging memory of a load, those on a device are cut for it.
 
-    ``check`` raises what else is wrong with this rank's arguments.
+    ``check`` raises what else is wrong with this rank's arguments; of ``of_any_mode`` see PaddleAdapter.
     """
     from .paddle_adapter import PaddleAdapter
 
@@ -103,7 +104,7 @@ def paddles(
 
     def find() -> tuple[dict[Any, Any], Adapter]:
         check()
-        return state_dict, PaddleAdapter(ranks.rank, piece)
+        return state_dict, PaddleAdapter(ranks.rank, piece, of_any_mode=of_any_mode)
 
     return find
 

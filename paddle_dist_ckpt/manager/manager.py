@@ -249,7 +249,7 @@ class CheckpointManager:
         except Exception as error:
             wrong = error
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
-        find = paddles(self._ranks, state, check=functools.partial(self._check_save, wrong))
+        find = paddles(self._ranks, state, check=functools.partial(self._check_save, wrong), of_any_mode=True)
         after = After(functools.partial(self._retain, step), self._was_behind, self._remove_abandoned)
         folder = step_folder(self._root, step)
         try:

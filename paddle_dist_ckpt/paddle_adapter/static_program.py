@@ -39,27 +39,38 @@ def is_program(value: Any) -> bool:
     return isinstance(value, _DIST_MODEL)
 
 
-def program_state(model: Any, key: str) -> dict[str, Any]:
+def program_state(model: Any, key: str, of_any_mode: bool = False) -> dict[str, Any]:
     """The state of a DistModel: parameters under structured names, all others under their variables' names.
 
     What Paddle leaves out is added: other names of tied parameters, and the state of the learning rate's scheduler.
     What layers do not have in their states is left out. The tensors are the program's memory.
 
+    Args:
+        model: The DistModel.
+        key: What it is called.
+        of_any_mode: Whether all of it is asked for, and not only what it has in its mode: parameters, but to train.
+
     Raises:
         UnsupportedValueError: it has no state yet, or ranks have different parts of it under one name.
     """
-    engine = getattr(model, "_engine", None)
+    engine: Any = getattr(model, "_engine", None)
     if getattr(model, "_mode", None) is None or getattr(engine, "_executor", True) is None:
         raise UnsupportedValueError(
             f"{key}: this DistModel has no state yet: only train() moves the layer's parameters into the program; call "
             "it first, and then eval() or predict() if you need these"
         )
+    mode = getattr(engine, "_mode", None)
     try:
+        if of_any_mode:
+            engine._mode = "train"
         state = dict(model.state_dict())
     except Exception as error:
         raise UnsupportedValueError(
             f"{key}: this DistModel has no state ({type(error).__name__}: {error}); was it set to train() before?"
         ) from error
+    finally:
+        if of_any_mode:
+            engine._mode = mode
     fused = next((name for name in state if SLICE in name), None)
     if fused is not None:
         raise UnsupportedValueError(

@@ -46,6 +46,7 @@ class PaddleAdapter:
         rank: This process's global rank.
         piece_bytes: Cut what is on a device in pieces of at most so many bytes; None does not cut.
         place: Where to make tensors, as Paddle names it; None for Paddle's current device.
+        of_any_mode: Whether a static-graph program's state is all that it has, and not only what it has in its mode.
 
     Attributes:
         devices, tensor_types: See :class:`..core.tensors.TensorAdapter`.
@@ -56,8 +57,10 @@ class PaddleAdapter:
 
     tensor_types = frozenset([paddle.Tensor, paddle.base.framework.EagerParamBase])
 
-    def __init__(self, rank: int, piece_bytes: int | None = None, place: str | None = None) -> None:
-        self._rank = rank
+    def __init__(
+        self, rank: int, piece_bytes: int | None = None, place: str | None = None, of_any_mode: bool = False
+    ) -> None:
+        self._rank, self._of_any_mode = rank, of_any_mode
         self._place = place
         if place is not None:
             paddle.device._convert_to_place(place)  # raises if there is none
@@ -98,7 +101,7 @@ class PaddleAdapter:
             self._stepped.update(one.name for one in objects.parameters_of(value) if one.stop_gradient)
             return ObjectKind.OPTIMIZER, objects.optimizer_state(value)
         if is_program(value):
-            return ObjectKind.PROGRAM, program_state(value, key)
+            return ObjectKind.PROGRAM, program_state(value, key, self._of_any_mode)
         kind = ObjectKind.FIXED if isinstance(value, paddle.nn.Layer) else ObjectKind.FREE
         return kind, state_of(value, key)
 

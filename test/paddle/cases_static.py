@@ -173,21 +173,40 @@ class _Tied(paddle.nn.Layer):
         return self.head(self.embed(x))
 
 
+def _tied_program(net: Any, optimizer: Any, batch: Any) -> Any:
+    spec = [[DistributedInputSpec.from_dtensor(batch, name)] for name in "xy"]
+    program = dist.to_static(net, None, _loss, optimizer, input_spec=spec)
+    program.train()
+    return program
+
+
+def _tied() -> tuple[Any, Any, Any]:
+    """A model, its optimizer, and a batch."""
+    mesh = dist.ProcessMesh([0], dim_names=["x"])
+    net = _Tied(mesh)
+    optimizer = dist.shard_optimizer(paddle.optimizer.AdamW(0.01, parameters=net.parameters()))
+    return net, optimizer, dist.shard_tensor(paddle.ones([2, 4]), mesh, [dist.Replicate()])
+
+
+def save_in_mode(path: str, mode: str) -> list[str]:
+    """The keys of a program that was trained, and is saved in a mode."""
+    net, optimizer, batch = _tied()
+    program = _tied_program(net, optimizer, batch)
+    program(batch, batch)
+    getattr(program, mode)()
+    save_state_dict({"model": program}, path, options=_SAVE_ALONE)
+    assert program._engine._mode == mode
+    return sorted(read_metadata(path).state_dict_metadata)
+
+
 def move_tied(path: str, from_static: bool) -> list[dict[str, list[float]]]:
     """Train and save a model of tied parameters as one kind of job, and load it as the other kind, which saves it."""
     paddle.disable_static()
-    mesh = dist.ProcessMesh([0], dim_names=["x"])
-    batch = dist.shard_tensor(paddle.ones([2, 4]), mesh, [dist.Replicate()])
     states: list[dict[str, Any]] = []
     for is_static in (from_static, not from_static):
-        net = _Tied(mesh)
-        optimizer = dist.shard_optimizer(paddle.optimizer.AdamW(0.01, parameters=net.parameters()))
+        net, optimizer, batch = _tied()
         if is_static:
-            spec = DistributedInputSpec.from_dtensor
-            program = dist.to_static(
-                net, None, _loss, optimizer, input_spec=[[spec(batch, "x")], [spec(batch, "y")]]
-            )  # fmt: skip
-            program.train()
+            program = _tied_program(net, optimizer, batch)
             if not states:
                 program(batch, batch)
             states.append({"model": program})

@@ -187,6 +187,15 @@ def test_tied_parameters_and_their_moments(tmp_path: Path, from_static: bool) ->
     assert any(before["embed.weight.moment1"])
 
 
+def test_all_of_a_program_is_saved_in_whatever_mode_it_is(tmp_path: Path) -> None:
+    keys = []
+    for mode in ("train", "eval", "predict"):
+        with RankPool(1) as alone:
+            keys += alone.run(cases.save_in_mode, str(tmp_path / mode), mode)
+    assert "model.embed.weight.moment1" in keys[0]
+    assert keys[1:] == keys[:1] * 2
+
+
 def test_tensors_that_no_layer_has_in_its_state_are_none_of_a_program(tmp_path: Path) -> None:
     """Such as tables of positions; Paddle gives them keys by numbers of the run. A loss may have some in its own."""
     with RankPool(1) as alone:
