@@ -154,7 +154,17 @@ class IdleStatement(NamedTuple):
 
 
 class Arranger(Protocol):
-    """Says for a framework which stored tensors become which wanted ones."""
+    """Says for a framework which stored tensors become which wanted ones.
+
+    Attributes:
+        rules: All that the user says of it, in words that :meth:`by` takes on another rank.
+    """
+
+    rules: str
+
+    def by(self, rules: str) -> Arranger:
+        """One that goes by what the user says on another rank."""
+        ...
 
     def corner(self, value: Any) -> tuple[int, ...] | None:
         """Where the box starts from which a tensor's part on this rank is cut, if the tensor itself says that."""

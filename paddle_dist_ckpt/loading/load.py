@@ -19,7 +19,6 @@ from __future__ import annotations
 import bisect
 import copy
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -304,13 +303,14 @@ class LeavesLoad:
             tensors.tied(),
             [] if self.thaw is None else wanted.frozen,
             sorted(wanted.skipped) if "object" in wanted.values.values() else [],
+            "" if self.context.arranger is None else self.context.arranger.rules,
         )
         choices = {name: repr(getattr(self.context.options, name)) for name in _COMPARED}
         choices |= {name: repr(list(getattr(self.context.options, name))) for name in _SEQUENCES}
         choices["staging_bytes"] = str(int(self.context.options.staging_bytes))
         choices["resize"] = str(list((self.context.options.resize or {}).items()))
         choices["offload"] = str(self.context.offload)
-        choices["aoa_config"] = _digest(self.context.options.aoa_config)
+        choices["aoa_config"] = "None" if self.context.arranger is None else "statements"
         location = encodable(self.context.storage.location)
         return wanted, LoadRequest(
             self.unique_id,
@@ -372,13 +372,6 @@ def _read_staged(fit: Fit, read: Callable[[], None]) -> tuple[list[Mismatch], Do
     read()
     problems = fit.look_at_staged()
     return problems, DoneRequest(problems=problems, torn=fit.torn(problems))
-
-
-def _digest(config: Mapping[str, Any] | None) -> str:
-    """Something by which configurations of ranks are compared, short even if they are long."""
-    return (
-        "None" if config is None else hashlib.sha256(repr(sorted(config.items(), key=repr)).encode()).hexdigest()[:16]
-    )
 
 
 def _values(fit: Fit, room: Room) -> dict[str, Any]:

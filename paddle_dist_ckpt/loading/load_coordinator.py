@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -124,7 +125,7 @@ class LoadCoordinator:
         self._asked_keys = _keys_of(wanted.values()) if metadata.left_out else set()
         arranged = self._arranged(list(wanted.values()))
         answered = {
-            data: [(group, encode(one)) for group, one in self._answering.answer(paths, arranged)]
+            data: [(group, encode(one)) for group, one in self._answering.answer(paths, arranged[paths.rules])]
             for data, paths in wanted.items()
         }
         if thawed := self._answering.thawed():
@@ -150,10 +151,10 @@ class LoadCoordinator:
             raise found
         return found
 
-    def _arranged(self, wanted: Sequence[WantedPaths]) -> dict[str, Arranged | None]:
-        """What wanted tensors are made of, by flat key, as the framework says."""
+    def _arranged(self, wanted: Sequence[WantedPaths]) -> dict[str, dict[str, Arranged | None]]:
+        """What wanted tensors are made of, by flat key, as the framework says by the rules of each rank."""
         if self._arranger is None:
-            return {}
+            return {"": {}}
         records: dict[str, list[WantedRecord]] = {}
         for record in (record for paths in wanted for record in paths.records.values()):
             records.setdefault(record.key, []).append(record)
@@ -166,8 +167,10 @@ class LoadCoordinator:
             offsets = sorted({record.offset for record in said if record.offset is not None})
             together[key] = WantedTensor(shape, dtype, offsets or [(0,) * len(shape)])
         stored, before = stored_tensors(self._metadata), self._idle
-        arranged = self._arranger.arrange(stored, together)
-        self._idle = self._arranger.idle(stored, together)
+        arrangers = {rules: self._arranger.by(rules) for rules in dict.fromkeys(paths.rules for paths in wanted)}
+        arranged = {rules: one.arrange(stored, together) for rules, one in arrangers.items()}
+        _check_arranged_alike(wanted, arranged)
+        self._idle = list(dict.fromkeys(chain.from_iterable(one.idle(stored, together) for one in arrangers.values())))
         if self._idle and self._idle != before and self._options.strict != "all":  # which raises
             shown = some_of(map(str, self._idle))
             _logger.warning("aoa_config: %d statement(s) change nothing in this load: %s", len(self._idle), shown)
@@ -341,6 +344,22 @@ def _keys_of(wanted: Iterable[WantedPaths]) -> set[str]:
     """The flat keys under which what ranks want would be stored."""
     pairs = ((one.moved, path) for one in wanted for path in (*one.tensors, *one.values, *one.kept))
     return {moved.get(path) or plain_key(path) for moved, path in pairs}
+
+
+def _check_arranged_alike(wanted: Sequence[WantedPaths], arranged: Mapping[str, Mapping[str, Arranged | None]]) -> None:
+    """See that ranks with different rules make a tensor that they both want of the same.
+
+    Raises:
+        ValueError: they do not. A tensor would be put together of several.
+    """
+    rules_of: dict[str, str] = {}
+    for paths in wanted if len(arranged) > 1 else ():
+        for key in (record.key for record in paths.records.values()):
+            ours, theirs = arranged[paths.rules], arranged[rules_of.setdefault(key, paths.rules)]
+            if ours.get(key, OWN_KEY) != theirs.get(key, OWN_KEY):
+                raise ValueError(
+                    f"aoa_config: by the statements of some ranks {key} is made of other things than by those of others"
+                )
 
 
 def _check_same_sources(wanted: Mapping[int, WantedPaths]) -> None:

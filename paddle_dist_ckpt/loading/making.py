@@ -48,6 +48,12 @@ class RecipeArranger:
     def __init__(self, recipes: Mapping[str, Recipe], rest: Arranger | None, allow_missing: Sequence[str] = ()) -> None:
         self._recipes, self._rest, self._may_be_missing = recipes, rest, matcher(allow_missing)
 
+        self.rules = ""
+
+    def by(self, rules: str) -> RecipeArranger:
+        """See :class:`..core.parts.Arranger`. It is for one rank alone."""
+        return self
+
     def corner(self, value: Any) -> tuple[int, ...] | None:
         """See :class:`..core.parts.Arranger`."""
         return self._rest.corner(value) if self._rest is not None else None

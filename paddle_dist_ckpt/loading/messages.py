@@ -101,6 +101,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
         frozen: The paths of optimizers, each with the path of a parameter for which it has no entries, since the
             parameter is not trained now.
         spared: The paths that the key_map says are left as they are, if there are objects that take all that is stored.
+        rules: By what the coordinator arranges the tensors; see :class:`..core.parts.Arranger`.
     """
 
     tensors: list[str]
@@ -116,6 +117,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     tied: list[list[str]] = []
     frozen: list[tuple[str, str]] = []
     spared: list[str] = []
+    rules: str = ""
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -9,6 +9,7 @@ key that no statement gives anything to is looked up as in any other load, and w
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,6 +57,11 @@ class PaddleArranger:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)
+        self.rules = json.dumps(self._config, sort_keys=True)
+
+    def by(self, rules: str) -> PaddleArranger:
+        """See :class:`..core.parts.Arranger`."""
+        return PaddleArranger(json.loads(rules))
 
     def corner(self, value: Any) -> tuple[int, ...] | None:
         """See :class:`..core.parts.Arranger`."""

@@ -639,6 +639,10 @@ class Arranging:
     def __init__(self, arranged: dict[str, Arranged | None]) -> None:
         self.arranged = arranged
         self.wanted: dict[str, WantedTensor] = {}
+        self.rules = ""
+
+    def by(self, rules: str) -> Arranging:
+        return self
 
     def corner(self, value: Any) -> tuple[int, ...] | None:
         return None

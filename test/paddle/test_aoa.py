@@ -650,6 +650,50 @@ def test_ranks_that_want_different_shapes_are_told(tmp_path: Path) -> None:
         assert "b in different shapes: [4, 6], [6, 4]" in str(error)
 
 
+def with_statements_of_their_own(
+    path: Path, arrays: dict[str, Array], wanted: list[dict[str, Any]], said: list[list[str]], **more: Any
+) -> list[Any]:
+    """Save, and load on ranks that have statements of their own; returns their reports, or errors."""
+    save_state_dict({key: tensor_of(array) for key, array in arrays.items()}, path)
+
+    def one(ranks: Any, state: dict[str, Any]) -> Any:
+        config = {"aoa_statements": said[ranks.rank], "enable_traceback": False}
+        return load_with(ranks, paddles(ranks, state), path, None, LoadOptions(timeout=60, aoa_config=config, **more))
+
+    return on_ranks(wanted, one)
+
+
+def test_ranks_may_have_statements_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As stages of a pipeline have, or ranks with other experts, if a program writes one for each key that it has."""
+    arrays = {key: array_of((4, 6), "float32", i) for i, key in enumerate("abc")}
+    both = ["a -> u, v, axis=0", "u, v -> shared, axis=0"]
+    said = [[*both, "b -> first, dtype='bfloat16'"], ["c^T -> c", *both], [*both, "u, c -> third, axis=0"]]
+    cuts = cut("rows", (4, 6), 2)
+    state = {"shared": np.zeros((4, 6), "float32")}
+    wanted = [weights(state, {"shared": cuts}, rank) for rank in range(2)] + [weights(state, {"shared": cuts}, 0)]
+    wanted[0]["first"] = tensor_of(np.zeros((4, 6), BF16))
+    wanted[1]["c"] = tensor_of(np.zeros((6, 4), "float32"))
+    wanted[2]["third"] = tensor_of(np.zeros((6, 6), "float32"))
+    raise_first(with_statements_of_their_own(tmp_path, arrays, wanted, said, strict="all"))
+    for found, rows in zip(wanted, (slice(0, 2), slice(2, 4), slice(0, 2)), strict=True):
+        assert_same(to_array(found["shared"].local_tensor), arrays["a"][rows])
+    assert_same(to_array(wanted[0]["first"]), arrays["b"].astype(BF16))
+    assert_same(to_array(wanted[1]["c"]), arrays["c"].T)
+    assert_same(to_array(wanted[2]["third"]), np.concatenate([arrays["a"][:2], arrays["c"]]))
+
+
+@pytest.mark.parametrize("other", [["b -> x"], ["a^T -> x"], []])
+def test_ranks_whose_statements_make_a_tensor_of_different_things_are_told(tmp_path: Path, other: list[str]) -> None:
+    arrays = {key: array_of((4, 4), "float32", i) for i, key in enumerate("abx")}
+    parts = {"x": cut("rows", (4, 4), 2)}
+    wanted = [weights({"x": np.full((4, 4), 7, "float32")}, parts, rank) for rank in range(2)]
+    said = [["a -> x"], ["b -> y", *other]]
+    for error in with_statements_of_their_own(tmp_path, arrays, wanted, said):
+        assert isinstance(error, ValueError)
+        assert "by the statements of some ranks x is made of other things" in str(error)
+    assert all((to_array(state["x"].local_tensor) == 7).all() for state in wanted)
+
+
 def test_whole_tensors_of_everything(tmp_path: Path) -> None:
     arrays = {key: array_of((4, 6), "float32", i) for i, key in enumerate(("a", "b", "c", "d", "a.moment1_0"))}
     save_state_dict(

@@ -31,13 +31,13 @@ from paddleformers.trainer import Trainer, TrainingArguments
 from paddleformers.trainer import trainer as formers_trainer
 from paddleformers.trainer.trainer_utils import init_optimizer
 from paddleformers.trainer.utils.zero_cost_checkpoint import EMABufferFcBased, NonZCCEMACallback
-from paddleformers.transformers import LlamaConfig, LlamaForCausalLM
+from paddleformers.transformers import LlamaConfig, LlamaForCausalLM, LlamaForCausalLMPipe
 from paddleformers.transformers.llama import modeling
 
 import paddle_dist_ckpt
 from test.ranks.fleet import stand_ins
 from test.trainers import zero_cost
-from test.trainers.jobs import LAYOUTS, STEPS, Array, Job, Outcome, Part, with_layers_exchanged
+from test.trainers.jobs import DEGREES, LAYOUTS, STAGES, STEPS, Array, Job, Outcome, Part, with_layers_exchanged
 from test.trainers.samples import SIZES, Samples, adamw
 
 _DEVICE = {"FLAGS_selected_gpus": os.environ["PADDLE_RANK_IN_NODE"]}  # which PaddleFormers asks for
@@ -95,7 +95,8 @@ def from_pretrained(job: Job, folder: str) -> Outcome:
         if job.lora:
             model = LoRAModel.from_pretrained(make_model(job, bare=True), folder)
         else:
-            model = LlamaForCausalLM.from_pretrained(folder, config=config_of(job.layout), dtype=kind)
+            kind_of_model = LlamaForCausalLMPipe if job.layout == STAGES else LlamaForCausalLM
+            model = kind_of_model.from_pretrained(folder, config=config_of(job.layout), dtype=kind)
         return Outcome([], {key: part_of(weight) for key, weight in model.sharded_state_dict().items()})
 
 
@@ -124,7 +125,7 @@ def make_trainer(job: Job) -> TinyTrainer:
 
 def make_arguments(job: Job) -> TrainingArguments:
     """Return the arguments of a Trainer, which have told fleet their topology."""
-    degrees = LAYOUTS[job.layout]
+    degrees = DEGREES[job.layout]
     mixed = job.bf16 or degrees.get("split_param", False)
     with patch.object(parallel_helper, "_is_parallel_ctx_initialized", _FirstFalse()):
         arguments = TrainingArguments(
@@ -195,6 +196,7 @@ def config_of(layout: str) -> LlamaConfig:
         _attn_implementation="eager",
         fuse_rms_norm=False,
         tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=2 if layout == STAGES else 1,
     )
 
 

@@ -20,6 +20,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sharding2 of version 2": {"sharding": "stage1", "sharding_parallel_size": 2, "split_param": True},
     "tensor2": {"tensor_model_parallel_size": 2},
 }
+STAGES = "pipeline2"  # of a model that is loaded only: a CPU does not pass on what stages compute
+DEGREES = {**LAYOUTS, STAGES: {"pipeline_model_parallel_size": 2}}
 AUTO_LAYOUTS: dict[str, dict[str, Any]] = {  # as PaddleNLP calls them
     "one": {},
     "tensor2": {"tensor_parallel_degree": 2},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from test.trainers.jobs import CUT, KINDS, LAYOUTS, PLACES, Job, Jobs, Run, assert_resumed, differences, whole
+from test.trainers.jobs import CUT, KINDS, LAYOUTS, PLACES, STAGES, Job, Jobs, Run, assert_resumed, differences, whole
 from test.trainers.untouched import watched
 
 SOURCES = ("one", "sharding2 of version 2", CUT)
@@ -36,6 +36,21 @@ def test_from_pretrained(
     assert not differences(found, {key: value for key, value in whole(expected).items() if key in found})
     assert len(found) == 21
     assert reader == "Paddle" or not (folder / GENERATED).exists()
+
+
+@readers
+@pytest.mark.parametrize("kind", ["trained", "bfloat16"])
+def test_from_pretrained_in_stages(run: Run, jobs: Jobs, tmp_path: Path, kind: str, reader: str) -> None:
+    """The ranks have other statements, one for each key of their stage. The last stage's copy of what is tied is
+    under a key that it has for itself alone."""
+    folder, expected = jobs.exported(kind, "one", True)
+    found = run("from_pretrained", Job(STAGES, str(tmp_path), ours=reader == "ours", **KINDS[kind]), str(folder))
+    first, last = (outcome.parts.keys() for outcome in found)
+    assert first - last
+    assert last - first
+    tensors = whole(found)
+    assert not differences(tensors, {key: value for key, value in whole(expected).items() if key in tensors})
+    assert len(tensors) == 21
 
 
 @pytest.mark.parametrize("way", ["from_pretrained", "LoRA", "load_from_hf"])
