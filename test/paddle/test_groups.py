@@ -409,7 +409,7 @@ def test_threads_do_not_mix_the_answers_of_the_store(monkeypatch: pytest.MonkeyP
 def test_the_first_calls_of_several_threads_make_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[int]()
 
-    def slow_hub(kept: Any, group: Any, members: Any, rank: int, coordinator: int, timeout: float) -> object:
+    def slow_hub(kept: Any, group: Any, members: Any, rank: int, coordinator: int, *_: Any) -> object:
         made.append(coordinator)
         time.sleep(0.1)
         return object()
@@ -617,7 +617,7 @@ def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_allowed(monke
 
 def test_what_nobody_leaves_in_the_store_is_waited_for_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "create_or_get_global_tcp_store", lambda: SimpleNamespace(add=lambda key, amount: 0))
-    monkeypatch.setattr(groups._PaddleStore, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(groups, "_POLL_SECONDS", 0.001)
     store = groups._PaddleStore(10.0)
     begun = time.monotonic()
     with pytest.raises(TimeoutError):
