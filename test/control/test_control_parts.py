@@ -945,3 +945,21 @@ def test_an_answer_of_another_round_fails_its_rank_and_what_comes_after_a_farewe
     assert "rank 1" in session.verdict.message
     assert "answered round 5 while the session was in round 0" in session.verdict.message
     assert [rank for rank, message in sent if isinstance(message, wire.Verdict)] == [0, 1]
+
+
+def test_a_tiny_timeout_of_one_rank_does_not_have_all_send_beats_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, sent = InProcessWorld(3), list[wire.Message]()
+    send = world.send
+
+    def noted(source: int, destination: int, message: wire.Message, payload: bytes) -> None:
+        sent.append(message)
+        send(source, destination, message, payload)
+
+    def work(rank: int) -> None:
+        with world.hub(rank).session("save", 0.01 if rank == 2 else 60.0) as session:
+            session.gather_scatter("r", lambda: time.sleep(1) or b"", lambda parts: parts)
+
+    monkeypatch.setattr(world, "send", noted)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert 10 <= sum(isinstance(message, wire.Beat) for message in sent) < 100
