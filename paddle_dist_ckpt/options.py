@@ -6,6 +6,7 @@ A job's control secret is no option: see :mod:`.paddle_adapter.groups`.
 from __future__ import annotations
 
 import functools
+import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,7 +14,16 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from .recipes import Recipe, placeholders, stored_keys
 
-__all__ = ["LoadOptions", "SaveOptions", "as_integer", "check_timeout", "checked", "refuse_unused", "takes"]
+__all__ = [
+    "LoadOptions",
+    "SaveOptions",
+    "as_integer",
+    "as_number",
+    "checked",
+    "checked_timeout",
+    "refuse_unused",
+    "takes",
+]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -29,7 +39,7 @@ class SaveOptions:
 
     Attributes:
         timeout: How long a rank may be silent, in seconds, before the others give up on it. A rank that is working is
-            not silent, however long the work takes.
+            not silent, however long the work takes. Less than one second counts as one.
         no_dist: Save this rank's state_dict alone, even in a job of many ranks.
         check_replicas: What to do when plain tensors or values that should be equal on every rank are not: ``"warn"``
             logs their names; ``"error"`` raises before anything is written; ``"off"`` does not compare; ``"auto"``
@@ -79,19 +89,19 @@ class SaveOptions:
     separate_folders: bool = False
 
     def __post_init__(self) -> None:
-        _check_timeouts(self.timeout, self.progress_timeout)
+        _set_timeouts(self)
         _check_choice("check_replicas", self.check_replicas, ("auto", "warn", "error", "off", "sampled"))
         _check_bools(no_dist=self.no_dist, progress=False if self.progress is None else self.progress)
         _check_bools(separate_folders=self.separate_folders)
         _check_choice("when_busy", self.when_busy, ("wait", "raise"))
         if self.data_suffix is not None:
             _check_choice("data_suffix", self.data_suffix, (".safetensors", ".shards"))
-        bound = self.snapshot_bytes
-        if bound is not None and (type(bound) is not int or bound < 0):
-            raise ValueError(f"snapshot_bytes must be None or a number of bytes, not {bound!r}")
-        size = self.block_bytes
-        if type(size) is not int or size < 4096 or size > _MAX_BLOCK_BYTES or size & (size - 1):
-            raise ValueError(f"block_bytes must be a power of two from 4096 to {_MAX_BLOCK_BYTES}, not {size!r}")
+        if self.snapshot_bytes is not None:
+            _set_integer(self, "snapshot_bytes", "None or a number of bytes", lambda number: number >= 0)
+        powers = f"a power of two from 4096 to {_MAX_BLOCK_BYTES}"
+        _set_integer(
+            self, "block_bytes", powers, lambda size: 4096 <= size <= _MAX_BLOCK_BYTES and size & (size - 1) == 0
+        )
         if self.user_metadata is not None and not isinstance(self.user_metadata, Mapping):
             raise TypeError(f"user_metadata must be a mapping, not {type(self.user_metadata).__name__}")
 
@@ -101,7 +111,8 @@ class LoadOptions:
     """How to load.
 
     Attributes:
-        timeout: How long a rank may be silent, in seconds, before the others give up on it.
+        timeout: How long a rank may be silent, in seconds, before the others give up on it. Less than one
+            second counts as one.
         no_dist: Load this rank's state_dict alone, even in a job of many ranks.
         strict: Raise if a wanted key is missing or does not fit. With False, what fits is loaded and the report names
             the rest. With ``"all"``, also raise for stored keys that nothing asks for, for statements of an
@@ -171,12 +182,11 @@ class LoadOptions:
     separate_folders: bool = False
 
     def __post_init__(self) -> None:
-        _check_timeouts(self.timeout, self.progress_timeout)
+        _set_timeouts(self)
         _check_key_map(self.key_map)
         _check_recipes(self.recipes)
         _check_aoa(self.aoa_config)
-        if (as_integer(self.staging_bytes) or 0) < 1:
-            raise ValueError(f"staging_bytes must be a number of bytes above 0, not {self.staging_bytes!r}")
+        _set_integer(self, "staging_bytes", "a number of bytes above 0", lambda number: number > 0)
         _check_choice("per_rank", self.per_rank, ("refuse", "by_rank", "coordinator"))
         _check_choice("exchange", self.exchange, ("auto", "always", "never"))
         _check_bools(no_dist=self.no_dist, cast=self.cast, separate_folders=self.separate_folders)
@@ -193,6 +203,14 @@ def as_integer(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
+
+
+def as_number(value: Any) -> float | None:
+    """A real number of some kind, as Python's; None if the value is none, or a bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    integer = as_integer(value)
+    return float(value) if integer is None else integer
 
 
 def checked(name: str, value: T | None, kind: type[T]) -> T | None:
@@ -244,21 +262,33 @@ def takes(kind: type[Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorated
 
 
-def _check_timeouts(timeout: float, progress_timeout: float | None) -> None:
-    check_timeout("timeout", timeout)
-    if progress_timeout is not None:
-        check_timeout("progress_timeout", progress_timeout)
+def _set_timeouts(options: SaveOptions | LoadOptions) -> None:
+    object.__setattr__(options, "timeout", checked_timeout("timeout", options.timeout))
+    if options.progress_timeout is not None:
+        bound = checked_timeout("progress_timeout", options.progress_timeout)
+        object.__setattr__(options, "progress_timeout", bound)
 
 
-def check_timeout(name: str, seconds: float) -> None:
-    """Refuse what is no time to wait.
+def _set_integer(options: object, name: str, allowed: str, check: Callable[[int], bool]) -> None:
+    """Make an option Python's integer: numpy's have a largest one, and cannot be sent to other ranks."""
+    value = getattr(options, name)
+    number = as_integer(value)
+    if number is None or not check(number):
+        raise ValueError(f"{name} must be {allowed}, not {value!r}")
+    object.__setattr__(options, name, number)
+
+
+def checked_timeout(name: str, seconds: float) -> float:
+    """Return a time to wait, as Python's number.
 
     Raises:
         ValueError: it is no number of seconds, or not in range.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= _LONGEST_TIMEOUT:
+    number = as_number(seconds)
+    if number is None or not 0 < number <= _LONGEST_TIMEOUT:
         allowed = f"a number of seconds above 0 and up to {_LONGEST_TIMEOUT:,}"
         raise ValueError(f"{name} must be {allowed}, not {seconds!r}")
+    return number
 
 
 def _check_key_map(key_map: object) -> None:
@@ -281,8 +311,8 @@ def _check_resize(resize: object) -> None:
     if resize is not None and not isinstance(resize, Mapping):
         raise TypeError(f"resize must be a mapping of patterns of keys to axes, not {type(resize).__name__}")
     for pattern, rule in (resize or {}).items():
-        numbers = rule if isinstance(rule, tuple) and len(rule) == 2 else (rule,)
-        if not isinstance(pattern, str) or not all(type(one) is int and one >= 0 for one in numbers):
+        given = map(as_integer, rule if isinstance(rule, tuple) and len(rule) == 2 else (rule,))
+        if not isinstance(pattern, str) or any(one is None or one < 0 for one in given):
             raise TypeError(
                 f"resize must have patterns of keys for axes from 0, or for (axis, length), not {pattern!r}: {rule!r}"
             )

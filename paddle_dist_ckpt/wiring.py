@@ -25,7 +25,7 @@ from .loading.making import arranger_for
 from .loading.merged import load_merged
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
-from .options import LoadOptions, SaveOptions, as_integer, check_timeout, checked
+from .options import LoadOptions, SaveOptions, as_integer, checked, checked_timeout
 from .recipes import distinct_text
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
@@ -205,7 +205,7 @@ def folder_of(
         ValueError: ``progress_timeout`` is out of range.
     """
     if progress_timeout is not None:
-        check_timeout("progress_timeout", progress_timeout)
+        progress_timeout = checked_timeout("progress_timeout", progress_timeout)
     return bounded(functools.partial(find, path), path, progress_timeout, 0)
 
 

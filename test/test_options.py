@@ -228,3 +228,22 @@ def test_an_option_that_a_function_leaves_aside_is_refused() -> None:
     refuse_unused("f", LoadOptions(strict=False, key_map={}, no_dist=True), names, "call g")
     with pytest.raises(ValueError, match=re.escape("f does not use LoadOptions(key_map=...): call g")):
         refuse_unused("f", LoadOptions(strict=False, key_map={"a": "b"}), names, "call g")
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    """They become Python's, which other ranks can be sent, and which have no largest one."""
+    saving = SaveOptions(
+        timeout=np.int64(60),
+        progress_timeout=np.float32(0.5),
+        block_bytes=np.int32(1 << 16),
+        snapshot_bytes=np.uint8(7),
+    )
+    loading = LoadOptions(timeout=np.float64(60), staging_bytes=np.int32(1 << 30))
+    plain = (saving.timeout, saving.progress_timeout, saving.block_bytes, saving.snapshot_bytes)
+    assert plain == (60, 0.5, 1 << 16, 7)
+    assert [type(number) for number in plain] == [int, float, int, int]
+    assert (type(loading.timeout), type(loading.staging_bytes)) == (float, int)
+    LoadOptions(resize={"*": np.int64(0), "a": (np.int64(0), np.int64(5))})
+    for bad in ({"a": -1}, {"a": (0, np.int64(-1))}, {"a": True}, {"a": 0.0}):
+        with pytest.raises(TypeError, match="resize must have patterns"):
+            LoadOptions(resize=bad)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from math import prod
+from operator import index
 
 from ..core.box import Box
 from ..core.columns import IntArray
@@ -47,7 +48,8 @@ class Resizing:
         self._of_keys: dict[str, tuple[int, _Rule]] = {}  # rules for single keys, with their numbers
         self._of_patterns: list[tuple[int, Callable[[str], bool], _Rule]] = []
         for number, (pattern, given) in enumerate(rules.items()):
-            rule = given if isinstance(given, tuple) else (given, None)
+            axis, length = given if isinstance(given, tuple) else (given, None)
+            rule = index(axis), None if length is None else index(length)  # Python's, and not numpy's
             if WILDCARD.search(pattern) is None:
                 self._of_keys[pattern] = number, rule
             else:

@@ -27,7 +27,7 @@ from ..core.threads import after_fork
 from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..folder.delete import Deletion
 from ..folder.nothing import steps_text
-from ..options import LoadOptions, SaveOptions, as_integer
+from ..options import LoadOptions, SaveOptions, as_integer, as_number
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..saving.save import After
@@ -143,7 +143,7 @@ class CheckpointManager:
                 raise ValueError("a manager with save_on_sigterm can only be made on the main thread")
             self._steps = Steps(self._root)
             self._folders = functools.partial(bounded_folders, self._options.progress_timeout, self._ranks.rank)
-            plain = {name: as_integer(value) for name, value in arguments.items()}  # who was told them may have numpy's
+            plain = {name: as_number(value) for name, value in arguments.items()}  # who was told them may have numpy's
             said = {name: repr(value if plain[name] is None else plain[name]) for name, value in arguments.items()}
             said["async_save"] = repr(async_save)
             name = agree(session, said, self._check_root, self._root.name)

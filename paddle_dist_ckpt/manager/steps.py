@@ -22,7 +22,7 @@ from ..folder.delete import Deletion, begin_clearing, begin_deletion
 from ..folder.ids import note_of, save_of
 from ..folder.nothing import steps_text
 from ..folder.other_claims import StuckClaimError
-from ..options import as_integer
+from ..options import as_integer, as_number
 from ..storage import Folders, Storage
 from ..storage.base import FolderIdentity
 from .retention import Metrics, Retention
@@ -396,7 +396,7 @@ def check_seconds(seconds: float | None) -> None:
     """
     if seconds is None:
         return
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+    if not 0 < (as_number(seconds) or 0) < math.inf:
         raise ValueError(f"save_interval_seconds must be None or more than 0, not {seconds!r}")
 
 

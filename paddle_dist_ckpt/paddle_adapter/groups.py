@@ -28,6 +28,7 @@ from ..control.bootstrap import not_set_up, unreachable
 from ..control.ranks import Ranks
 from ..core.protocols import ControlHub
 from ..errors import CheckpointError, RankFailureError
+from ..options import as_integer
 from .job_secret import agreed_secret
 from .transport import PaddleTransport, takes_host_memory
 
@@ -69,11 +70,10 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
         raise TypeError(f"process_group must be a paddle.distributed group, not {type(process_group).__name__}")
     rank = dist.get_rank()
     if no_dist:
-        _check_is_rank(coordinator_rank)
+        _checked_rank(coordinator_rank)
         return _alone(os.getpid(), rank)
     if dist.get_world_size() == 1:
-        _check_is_rank(coordinator_rank)
-        if coordinator_rank != 0:
+        if _checked_rank(coordinator_rank) != 0:
             raise ValueError(f"coordinator_rank is {coordinator_rank}, but this process works alone")
         return _alone(os.getpid(), rank)
     group = process_group if process_group is not None else _default_group()
@@ -81,18 +81,20 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
     if rank not in members:
         raise ValueError(f"rank {rank} is not in the process group {list(members)}, and so must not make this call")
     try:
-        _check_is_rank(coordinator_rank)
-        if coordinator_rank not in (0, *members):
-            raise ValueError(f"coordinator_rank {coordinator_rank} is not in the process group {list(members)}")
+        coordinator = _checked_rank(coordinator_rank)
+        if coordinator not in (0, *members):
+            raise ValueError(f"coordinator_rank {coordinator} is not in the process group {list(members)}")
     except ValueError as error:
         known = _connection(group, members, rank, members[0], timeout)
         return dataclasses.replace(known, hub=RefusingHub(known.hub, error, coordinator_rank))
-    return _connection(group, members, rank, coordinator_rank if coordinator_rank in members else members[0], timeout)
+    return _connection(group, members, rank, coordinator if coordinator in members else members[0], timeout)
 
 
-def _check_is_rank(coordinator_rank: Any) -> None:
-    if type(coordinator_rank) is not int or coordinator_rank < 0:
+def _checked_rank(coordinator_rank: Any) -> int:
+    number = as_integer(coordinator_rank)
+    if number is None or number < 0:
         raise ValueError(f"coordinator_rank must be a rank, not {coordinator_rank!r}")
+    return number
 
 
 def _default_group() -> Any:

@@ -161,7 +161,9 @@ def differing_arguments(root: str, ranks: int) -> Outcome:
 def numpys_arguments(root: str, ranks: int) -> list[int]:
     """Make managers of numbers that are Python's on one rank and numpy's on the others, as if they had been told."""
     kind = np.int64 if dist.get_rank() else int
-    return manager(root, ranks, keep_last=kind(2), save_interval_steps=kind(3)).all_steps()
+    seconds = np.float64(0.5) if dist.get_rank() else 0.5
+    given = {"keep_last": kind(2), "save_interval_steps": kind(3), "save_interval_seconds": seconds}
+    return manager(root, ranks, **given, coordinator_rank=kind(1)).all_steps()
 
 
 def bad_arguments_on_one_rank(root: str, ranks: int) -> Outcome:
