@@ -14,6 +14,7 @@ from typing import Any
 
 from .control.rounds import check_same
 from .core.protocols import ControlSession
+from .loading import key_map
 from .loading.load import load
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
@@ -24,6 +25,7 @@ from .reports import LoadReport
 from .saving.present import Filled, present
 from .tree.building import build_tree
 from .tree.own_values import with_own
+from .tree.paths import plain_key
 from .tree.state_dict import Leaves, PerRank, flatten
 from .wiring import arranger_of, check_bool, connected, enter_with
 
@@ -154,7 +156,9 @@ def scatter_state_dict(
         def own() -> list[str]:
             leaves = wanted()  # on all ranks, which may make accumulators together
             pairs = zip(leaves.value_paths, leaves.values, strict=True)
-            return [path for path, value in pairs if isinstance(value, PerRank)]
+            keys = {path: plain_key(path) for path, value in pairs if isinstance(value, PerRank)}
+            moved, skipped = key_map.apply(options.key_map, keys)
+            return [moved.get(path, key) for path, key in keys.items() if path not in skipped]
 
         own_of_all = _together(session, own)  # who has the values need not have one there itself
 
@@ -173,14 +177,14 @@ def scatter_state_dict(
         return load(state_dict, context, 0, wanted, None if metadata is None else (lambda _: metadata), thaws=frozen)
 
 
-def _together(session: ControlSession, paths: Callable[[], list[str]]) -> list[str]:
-    """Round ``own``: these paths of all ranks."""
+def _together(session: ControlSession, keys: Callable[[], list[str]]) -> list[str]:
+    """Round ``own``: these keys of all ranks."""
 
     def merge(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        found = dict.fromkeys(path for _, message in sorted(messages.items()) for path in json.loads(message))
+        found = dict.fromkeys(key for _, message in sorted(messages.items()) for key in json.loads(message))
         return dict.fromkeys(messages, json.dumps([*found]).encode())
 
-    merged: list[str] = json.loads(session.gather_scatter("own", lambda: json.dumps(paths()).encode(), merge))
+    merged: list[str] = json.loads(session.gather_scatter("own", lambda: json.dumps(keys()).encode(), merge))
     return merged
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..core.text import ranks_text
-from .paths import ListIndex, Part, TupleIndex, parse_path, plain_key
 from .state_dict import PerRank
 
 __all__ = ["OfRanks", "with_own"]
@@ -16,38 +16,33 @@ class OfRanks(PerRank):
     """The own values of several ranks; ``value`` has them by rank."""
 
 
-def with_own(state_dict: dict[Any, Any], paths: Iterable[str], ranks: Sequence[int], choice: str) -> dict[Any, Any]:
+def with_own(state_dict: dict[Any, Any], keys: Collection[str], ranks: Sequence[int], choice: str) -> dict[Any, Any]:
     """A state_dict in which dicts by rank are :class:`OfRanks`.
 
     Args:
         state_dict: It stays as it is.
-        paths: Where there may be such dicts.
+        keys: The flat keys at which there may be such dicts, however nested.
         ranks: The ranks that are to get the values.
         choice: ``LoadOptions.per_rank``, for dicts of other ranks.
 
     Raises:
         ValueError: a dict is of other ranks, and the choice is to refuse that.
     """
-    for path in paths:
-        state_dict = _replaced(state_dict, parse_path(path), plain_key(path), ranks, choice)
-    return state_dict
+    found: dict[Any, Any] = _replaced(state_dict, None, keys, ranks, choice)
+    return found
 
 
-def _replaced(container: Any, parts: Sequence[Part], key: str, ranks: Sequence[int], choice: str) -> Any:
-    first, *rest = parts
-    index: Any = first.at if isinstance(first, (ListIndex, TupleIndex)) else first
-    if not isinstance(container, (dict, list, tuple)):
-        return container
-    try:
-        child = container[index]
-    except (LookupError, TypeError):
-        return container
-    new = _replaced(child, rest, key, ranks, choice) if rest else _of_ranks(child, key, ranks, choice)
-    if new is child:
-        return container
-    if isinstance(container, dict):
-        return {**container, index: new}
-    return type(container)(new if i == index else one for i, one in enumerate(container))
+def _replaced(value: Any, key: str | None, keys: Collection[str], ranks: Sequence[int], choice: str) -> Any:
+    if key is not None and key in keys and (own := _of_ranks(value, key, ranks, choice)) is not value:
+        return own
+    above = "" if key is None else f"{key}."
+    if not isinstance(value, (dict, list, tuple)) or not any(one.startswith(above) for one in keys):
+        return value
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    found = {index: _replaced(one, f"{above}{index}", keys, ranks, choice) for index, one in pairs}
+    if isinstance(value, dict):
+        return value if all(found[index] is one for index, one in value.items()) else found
+    return value if all(map(operator.is_, found.values(), value)) else type(value)(found.values())
 
 
 def _of_ranks(value: Any, key: str, ranks: Sequence[int], choice: str) -> Any:

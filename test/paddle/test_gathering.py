@@ -280,6 +280,23 @@ def test_own_values_of_other_ranks() -> None:
     assert target["more"][1] == PerRank("g")
 
 
+@pytest.mark.parametrize(
+    ("whole", "state", "key_map"),
+    [
+        ({"old": {0: 5}}, {"new": PerRank(None)}, {"new": "old"}),
+        ({"x": [{"old": {0: 5}}], "new": {0: 6}}, {"new": PerRank(None)}, lambda key: "x.0.old"),
+        ({"x.new": {0: 5}}, {"x": {"new": PerRank(None)}}, None),
+        ({"x": {"new": {0: 5}}}, {"x.new": PerRank(None)}, None),
+        ({"new": {0: 5}}, {"new": PerRank(5)}, {"new": None}),
+    ],
+)
+def test_own_values_under_other_keys(whole: Any, state: Any, key_map: Any) -> None:
+    report = scatter_state_dict(whole, state, options=LoadOptions(key_map=key_map))
+    assert report.skipped == ()
+    ((_, found),) = state.items()
+    assert (found["new"] if isinstance(found, dict) else found) == PerRank(5)
+
+
 def test_own_values_of_fewer_ranks_by_rank(pool: RankPool) -> None:
     """As those of a checkpoint that fewer ranks have saved: the others keep what they have."""
     assert pool.run(cases.own_of_fewer_ranks, ranks=RANKS) == [("a", ()), ("mine", ("more",))]
