@@ -107,8 +107,9 @@ class Fit:
         for stored, is_dict in self.targets.are_dicts():
             for path in self.answer.renamed.get(stored, [stored]):
                 kind = self.wanted.values.get(path)
-                if kind in (*DICTS, "list", "other", "optional") and is_dict != (kind in DICTS):
+                if kind in (*DICTS, "list", "object", "other", "optional") and is_dict != (kind in (*DICTS, "object")):
                     self.refused.add(path)
+                    self._incomplete |= {path} if kind == "object" else set()
                     found = value_text(is_dict)
                     text = f"the state_dict has {_PRESENT[kind]}, in the checkpoint it is {found}"
                     problems.append(Mismatch.at(path, text))

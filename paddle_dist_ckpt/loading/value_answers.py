@@ -137,7 +137,8 @@ class ValueAnswers:
         ``asked`` has the place that was found for each wanted tensor.
         """
         below = [source] if self._stored.is_value(source) else self._stored.below(source)
-        if not below or (source in self._stored.values and not is_dict(self._stored.values[source])):
+        is_list = bool(below) and below[0].startswith(_NO_KEYS, len(source) + 1)
+        if not below or is_list or (source in self._stored.values and not is_dict(self._stored.values[source])):
             self.lack(path, source, found)
             return
         inside: set[int | None] | None = None

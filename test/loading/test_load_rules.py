@@ -380,6 +380,28 @@ def test_a_key_map_says_where_a_list_of_what_objects_return_is(tmp_path: Path, k
     assert (both["x"]["a"], both["b"].state, report.unused_keys) == (states, {"n": 3}, ())
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("stored", "text"),
+    [
+        ([counter({"n": 1})], "a container"),
+        ((counter({"n": 1}), counter({})), "a container"),
+        ([np.ones(2)], "a container"),
+        (PerRank({"n": 1}), "what every rank has saved of its own"),
+        ("x" * 5000, "a value that is no dict"),
+        (["x" * 5000], "a value that is no dict"),
+        ("x", "a value"),
+    ],
+)
+def test_an_object_is_given_no_state_but_a_dict(tmp_path: Path, stored: Any, text: str, strict: bool) -> None:
+    save_alone({"a": {"o": stored}}, tmp_path)
+    one = counter({"n": 7, "t": [np.zeros(2)]})
+    report = next(iter(try_load([{"a": {"o": one}}], tmp_path, options=LoadOptions(strict=strict, timeout=60))))
+    problem = f"a.o: the state_dict has an object, in the checkpoint it is {text}"
+    assert (report.problems if strict else report.skipped) == (problem,)
+    assert one.state["n"] == 7
+
+
 @pytest.mark.parametrize("large", ["", "x" * 5000])
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("there", [0, None, [], [1], {}])
