@@ -63,8 +63,8 @@ def export(
             all bits as they are.
         max_shard_bytes: The most bytes of tensors in a file, if there are several. A larger tensor has its own.
         process_group: The Paddle group whose ranks export together; None for the default group.
-        options: ``timeout``, ``progress_timeout``, ``no_dist`` and ``progress`` are used; ``recipes`` and
-            ``aoa_config``, which make all that they can and leave the other tensors as they are, as in
+        options: ``timeout``, ``progress_timeout``, ``no_dist``, ``progress`` and ``separate_folders`` are used;
+            ``recipes`` and ``aoa_config``, which make all that they can and leave the other tensors as they are, as in
             :func:`load_merged_state_dict`, with ``strict`` and ``allow_missing`` for these. ``key_map``, ``cast`` and
             ``resize`` are refused.
 

@@ -271,7 +271,8 @@ def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOp
         def choose_all(metadata: Metadata) -> Chosen:
             return choose(metadata, storage.location, request.selection, arranger, options.strict)
 
-        return export_checkpoint(session, storage, request, choose_all, options.progress, folders)
+        separate = options.separate_folders
+        return export_checkpoint(session, storage, request, choose_all, options.progress, folders, separate)
 
 
 def members(process_group: Any, options: LoadOptions) -> Ranks:

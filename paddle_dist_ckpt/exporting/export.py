@@ -25,16 +25,18 @@ from ..control.rounds import ask, only_on
 from ..core.messages import decode, encode, prepare
 from ..core.progress import Progress
 from ..core.protocols import ControlSession
+from ..core.text import encodable
 from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointReplacedError, DurabilityUnknownError
 from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata, SaveInfo
 from ..files.names import metadata_name, temporary_name
 from ..folder.checkpoint import Restarts, read_checkpoint
+from ..folder.context import check_folders
 from ..folder.hidden import HiddenFolder, is_seen
 from ..reports import ExportReport, Stopwatch
 from ..storage import Folders
-from ..storage.base import Storage
+from ..storage.base import FolderIdentity, Storage
 from ..storage.local import give_name, rename
 from .formats import FORMATS, Choose, ExportPlan, ExportRequest, plan_export
 from .stream import write_files
@@ -42,6 +44,14 @@ from .stream import write_files
 __all__ = ["check_free", "check_same_export", "export_checkpoint"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+
+
+class BeginRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``begin``: what a rank asks for, and which folder it sees, None if none, under which name."""
+
+    export: ExportRequest
+    folder: FolderIdentity | None
+    location: str
 
 
 class BeginAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +73,7 @@ class DoneAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Round ``write``: all of it has its name now."""
 
 
-prepare([BeginAnswer, WrittenFiles, DoneAnswer])
+prepare([BeginRequest, BeginAnswer, WrittenFiles, DoneAnswer])
 
 
 def export_checkpoint(
@@ -73,6 +83,7 @@ def export_checkpoint(
     choose: Choose,
     progress: bool | None,
     folders: Folders,
+    separate_folders: bool = False,
 ) -> ExportReport:
     """Write tensors of a checkpoint in another format, together with the session's other ranks.
 
@@ -83,17 +94,25 @@ def export_checkpoint(
         choose: Says what that is of the checkpoint, and of what it is made; on all ranks the same for one request.
         progress: Whether to show a bar on the coordinator; None if stderr is a terminal.
         folders: Opens local folders, and does what else is done to them.
+        separate_folders: Whether ranks of one host may read from several folders.
 
     Raises:
         See :func:`paddle_dist_ckpt.export`.
     """
     watch = Stopwatch()
-    coordinator = _Coordinator(session, source, choose, folders) if session.rank == session.coordinator else None
+    coordinator = None
+    if session.rank == session.coordinator:
+        coordinator = _Coordinator(session, source, choose, folders, separate_folders)
+
+    def begin() -> tuple[None, BeginRequest]:
+        folder = None
+        with suppress(FileNotFoundError, NotADirectoryError):  # of which the coordinator tells, or reading
+            folder = source.identity()
+        return None, BeginRequest(request, folder, encodable(source.location))
+
     try:
         with watch.phase("plan"):
-            _, begun = ask(
-                session, "begin", lambda: (None, request), BeginAnswer, only_on(coordinator, _Coordinator.begin)
-            )
+            _, begun = ask(session, "begin", begin, BeginAnswer, only_on(coordinator, _Coordinator.begin))
 
         def write() -> tuple[ExportPlan, WrittenFiles]:
             try:
@@ -131,14 +150,21 @@ class _Coordinator:
 
     plan: ExportPlan
 
-    def __init__(self, session: ControlSession, source: Storage, choose: Choose, folders: Folders) -> None:
+    def __init__(
+        self, session: ControlSession, source: Storage, choose: Choose, folders: Folders, separate_folders: bool
+    ) -> None:
         self._session, self._source, self._choose, self._folders = session, source, choose, folders
+        self._separate_folders = separate_folders
         self._hidden: HiddenFolder | None = None
 
     def begin(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``begin``: plan, which raises what the format cannot hold, and make the hidden folder."""
-        check_same_export(messages, self._session.coordinator)
-        self._request = decode(messages[self._session.coordinator], ExportRequest)
+        requests = {rank: decode(data, BeginRequest) for rank, data in messages.items()}
+        check_same_export({rank: one.export for rank, one in requests.items()}, self._session.coordinator)
+        if not self._separate_folders:  # which alone tells one checkpoint of another format from another like it
+            found = {rank: one.folder for rank, one in requests.items() if one.folder is not None}
+            check_folders(found, {rank: one.location for rank, one in requests.items()})
+        self._request = requests[self._session.coordinator].export
         out = Path(self._request.out)
         check_free(self._request, self._folders)
         metadata = self._plan()
@@ -233,11 +259,11 @@ def _warn_of_late(out: Path) -> None:
     _logger.warning("%s is published after all, long after that was given up", out)
 
 
-def check_same_export(requests: Mapping[int, bytes], coordinator: int) -> None:
+def check_same_export(requests: Mapping[int, object], coordinator: int) -> None:
     """All ranks must ask for the same.
 
     Args:
-        requests: The encoded :class:`ExportRequest` of each.
+        requests: The :class:`ExportRequest` of each, encoded or not.
         coordinator: The rank with which the others are compared.
 
     Raises:

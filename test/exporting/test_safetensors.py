@@ -263,6 +263,25 @@ def test_ranks_that_ask_for_different_things(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
+def test_ranks_of_one_host_that_export_from_different_folders(tmp_path: Path) -> None:
+    """Of other formats nothing but the folder tells one checkpoint from another, of as many bytes in the same places."""
+    for step in (1, 2):
+        save_alone({f"w{i}": np.full(5, step, np.float32) for i in range(4)}, tmp_path / f"native-{step}")
+        export(tmp_path / f"native-{step}", tmp_path / f"step-{step}", prefix=None)
+    wanted = request(tmp_path / "out", prefix=None, max_shard_bytes=20)
+
+    def work(rank: SimulatedRank) -> ExportReport:
+        return export_with(rank.connection, tmp_path / f"step-{rank.rank + 1}", wanted, options)
+
+    options = LoadOptions(timeout=60)
+    for error in errors_of(run_ranks(2, work), ValueError):
+        assert "ranks of one host have different folders" in str(error)
+        assert str(tmp_path / "step-2") in str(error)
+    assert not (tmp_path / "out").exists()
+    options = LoadOptions(timeout=60, separate_folders=True)
+    all_ok(run_ranks(2, work))
+
+
 def test_a_header_that_no_reader_would_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_alone({f"tensor {i}": make_array((2,)) for i in range(100)}, tmp_path / "ckpt")
     monkeypatch.setattr(safetensors, "_MAX_HEADER_BYTES", 1000)
