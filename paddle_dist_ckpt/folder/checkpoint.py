@@ -20,9 +20,10 @@ from ..files.metadata import Metadata
 from ..files.names import metadata_name
 from ..files.room import bytes_on_disk
 from ..storage.base import Storage
+from ..storage.capabilities import is_part
 from .catalogs import foreign_ids, read_foreign
 from .foreign import Format, foreign_id, look
-from .ids import committed_ids, newest_id, save_of
+from .ids import committed_ids, metadata_ids, newest_id, save_of
 from .nothing import nothing_text
 
 __all__ = ["Restarts", "check_sizes", "read_checkpoint", "unless_replaced", "why_unknown"]
@@ -49,6 +50,8 @@ def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
 
 def _read(storage: Storage, unique_id: int | None) -> Metadata:
     chosen = newest_id(storage) if unique_id is None else unique_id
+    if is_part(storage) and chosen not in metadata_ids(storage):  # that of another one may be beside it
+        chosen = None
     found, data = (Format.MISSING, b"") if chosen is None else look(storage, metadata_name(chosen), whole=True)
     if chosen is None or found in (Format.MISSING, Format.PADDLE, Format.FOLDER):
         metadata = read_foreign(storage, unique_id)

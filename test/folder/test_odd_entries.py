@@ -35,7 +35,7 @@ from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.local_files import LocalReadable
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.hooks import does, raises
-from test.jobs import Watch, age_claims, errors_of, files_in, load_alone, load_whole, save_alone, try_load
+from test.jobs import Watch, age_claims, data_files, errors_of, files_in, load_alone, load_whole, save_alone, try_load
 from test.readers.golden import GOLDEN
 
 ODD: dict[str, Any] = {
@@ -416,3 +416,19 @@ def test_checkpoints_of_others_are_neither_deleted_nor_copied(tmp_path: Path, na
         copy_checkpoint(folder, tmp_path / "copy")
     assert sorted(path.name for path in folder.iterdir()) == before
     assert not (tmp_path / "copy").exists()
+
+
+def test_a_file_is_meant_alone_whatever_number_a_checkpoint_beside_it_has(tmp_path: Path) -> None:
+    """A file has the number 0, as the listing says, and as ranks are told that export it."""
+    save_alone({"w": np.full(3, 7.0)}, tmp_path, 0)
+    export(tmp_path, tmp_path / "out", format="safetensors")
+    (tmp_path / "out" / "model.safetensors").rename(tmp_path / "m.safetensors")
+    save_alone({"w": np.zeros(3)}, tmp_path, 0)
+    (data_file,) = data_files(tmp_path)
+    assert list_checkpoints(tmp_path / "m.safetensors") == [0]
+    for unique_id in (None, 0):
+        assert read_metadata(tmp_path / "m.safetensors", unique_id).format == "safetensors"
+        assert (load_whole(tmp_path / "m.safetensors", unique_id)["w"] == 7).all()
+        assert read_metadata(tmp_path / "0.metadata", unique_id).format == "native"
+        with pytest.raises(CheckpointNotFoundError, match="is a data file of checkpoint 0"):
+            read_metadata(data_file, unique_id)
