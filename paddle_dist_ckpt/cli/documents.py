@@ -141,7 +141,9 @@ def _plain(value: Any) -> Any:
 
 
 def _is_plain_dict(value: dict[Any, Any]) -> bool:
-    return all(isinstance(key, str) for key in value)
+    """Whether JSON can have it: keys are texts, of which no two become the same there."""
+    texts = all(isinstance(key, str) for key in value)
+    return texts and (all(map(str.isascii, value)) or len(set(map(encodable, value))) == len(value))
 
 
 def _members(value: Any) -> Any:

@@ -26,6 +26,7 @@ VALUES: dict[str, Any] = {
     "numbers": list(range(5000)),
     "a text": 'a\nb"\\é\u202e😀\x1b' * 3000,
     "half of a pair": "\ud83d" * 50,
+    "keys that are halves of pairs": [{"\ud83d": 1, "\\ud83d": [2] * 3000}],
     "nested": [[], [[1, 2.5, None], {"a": [True] * 3000, "b": {}}], (4, (5,))] * 3,
     "a dict of much": {f"k{i}" * 40: ["x" * i] * 3 for i in range(300)},
     "keys that are no text": {1: 2, "a": [3] * 2000},
@@ -72,6 +73,14 @@ def test_what_json_lacks_is_text_wherever_it_is(capsys: pytest.CaptureFixture[st
     shown = ["b'ab'", 0.5, "0.5", {"x": "b'ab'"}, "{1: b'ab'}", "array([0, 1], dtype=int8)"]
     found = json.loads(capsys.readouterr().out)
     assert found == {"name": "a", "rows": [*shown, {"name": "b", "rows": shown}]}
+
+
+def test_no_key_of_a_dict_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    alike, apart = {"\ud800": 1, "\\ud800": [2] * 3000}, {"\ud800": 1, "\\ud801": 2}
+    documents.print_json({"alike": alike, "apart": apart})
+    found = json.loads(capsys.readouterr().out)
+    assert found["alike"].startswith(r"{'\ud800': 1, '\\ud800': [2, 2, ")
+    assert found["apart"] == {r"\ud800": 1, r"\ud801": 2}
 
 
 def test_few_items_are_made_text_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
