@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,12 +91,13 @@ def read_rules(given: str) -> LoadOptions:
     file = f"{file}.py" if name else given
     if not file.endswith(".py"):
         raise ValueError(f"{given}: recipes come from a file that ends with .json or .py")
-    try:
-        found = runpy.run_path(file)
-    except SystemExit as error:
-        raise ValueError(f"{file} ends the program ({error}) before it has defined anything") from None
     names = (name,) if name else _NAMES
-    rules = [found[each]() if callable(found[each]) else found[each] for each in names if each in found]
+    with redirect_stdout(sys.stderr):  # on stdout is what the command says alone
+        try:
+            found = runpy.run_path(file)
+        except SystemExit as error:
+            raise ValueError(f"{file} ends the program ({error}) before it has defined anything") from None
+        rules = [found[each]() if callable(found[each]) else found[each] for each in names if each in found]
     if not rules:
         raise ValueError(f"{file} has no {' and no '.join(names)}; {file}:NAME names another")
     options = [_as_options(given, each) for each in rules]

@@ -79,6 +79,14 @@ def test_a_pattern_that_no_wanted_tensor_has(saved: Path, tmp_path: Path) -> Non
     assert "rules.py ends the program (0)" in fails("recipes", saved, rules)
 
 
+def test_what_a_file_of_rules_prints_is_not_on_stdout(saved: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "loud.py"
+    rules.write_text(f"{FUSED}\nprint('loud')\n\ndef louder():\n    print('louder')\n    return made()\n", "utf-8")
+    assert answer("recipes", saved, rules)["made"]
+    assert answer("recipes", saved, f"{rules}:louder")["made"]
+    assert answer("merge", saved, tmp_path / "out", "--recipes", rules)["tensors"]
+
+
 def test_what_does_not_fit(saved: Path, tmp_path: Path) -> None:
     facts = answer("recipes", saved, f"{tmp_path}/rules.py:gone", code=1)
     assert [made["key"] for made in facts["made"]] == ["half"]
