@@ -203,7 +203,9 @@ class _Sums:
 
     def add(self, values: np.ndarray, times: int) -> None:
         """Count items, each of them ``times`` times."""
-        if values.dtype.kind not in "biufc":  # bfloat16 and float8, which numpy itself does not know
+        if values.dtype.kind == "b":
+            values = values.view(np.uint8)
+        if values.dtype.kind not in "iufc":  # bfloat16 and float8, which numpy itself does not know
             values = values.astype(np.float32)
         if values.dtype.kind == "c":
             values = np.abs(values.astype(np.complex128, copy=False))  # in 32 bits the magnitude may be too large

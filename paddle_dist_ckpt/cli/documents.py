@@ -22,7 +22,7 @@ _LETTERS_EACH = 64  # of a text weigh as much as a number
 _FACTS = 20  # is about what a row of facts weighs
 _PIECE = 1 << 16  # letters that are printed at once
 _MOST_INDENT = 64  # of lines: those of deep lists would be hundreds of blanks each
-_INT64 = range(-(2**63) + 1, 2**63)
+_INTEGERS = range(-(2**63), 2**64)  # those of tensors
 _ALIKE = frozenset({int, float, bool, type(None)})
 """Types of values that are about as much text each, of which lists may have millions."""
 
@@ -121,7 +121,7 @@ def _text(value: Any, indent: str) -> str:
 
 def _plain(value: Any) -> Any:
     """A value in what JSON has: what it lacks becomes text."""
-    if isinstance(value, int) and value in _INT64:  # as nearly all where there are very many
+    if isinstance(value, int) and value in _INTEGERS:  # as nearly all where there are very many
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]

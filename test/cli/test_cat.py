@@ -60,6 +60,20 @@ def test_statistics(tmp_path: Path) -> None:
     assert "nan       1" in run("cat", tmp_path, "model.w", "--stats")
 
 
+def test_numbers_are_numbers_in_json(tmp_path: Path) -> None:
+    arrays = {
+        "i": np.array([-(2**63), 2**63 - 1]),
+        "u": np.array([0, 2**64 - 1], np.uint64),
+        "b": np.array([False, True]),
+    }
+    save_model(tmp_path, arrays)
+    for name in "iu":
+        assert answer("cat", tmp_path, f"model.{name}")["values"] == arrays[name].tolist()
+        found = answer("cat", tmp_path, f"model.{name}", "--stats")["stats"]
+        assert [found["min"], found["max"]] == arrays[name].tolist()
+    assert '"min": 0,' in run("cat", tmp_path, "model.b", "--stats", "--json")
+
+
 def test_values(tmp_path: Path) -> None:
     save_model(tmp_path, {"w": COUNTING}, step=7, large=list(range(3000)), name="text")
     assert run("cat", tmp_path, "step") == "7\n"
