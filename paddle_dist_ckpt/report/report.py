@@ -48,7 +48,12 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     target = Path(os.path.expanduser(out))  # as it is shown: not made absolute
     replace = _is_replaceable(target)
     temporary = f".{target.name}.{secrets.token_hex(8)}.tmp"
-    if not LocalStorage(target.parent).publish(target.name, page.encode(), temporary, replace):
+    try:
+        published = LocalStorage(target.parent).publish(target.name, page.encode(), temporary, replace)
+    except OSError as error:
+        error.filename = str(target)  # which is what was asked for, and not the name on the way
+        raise
+    if not published:
         raise FileExistsError(f"{target} appeared meanwhile; give the page another name")
     return target
 

@@ -373,6 +373,12 @@ def test_a_report_makes_no_file_that_counts_as_one_of_a_checkpoint(tmp_path: Pat
     assert not (tmp_path / name).exists()
 
 
+def test_a_report_that_cannot_be_written_names_the_page(tmp_path: Path) -> None:
+    save_model(tmp_path / "ckpt", {"w": make_array((4, 5))})
+    page = tmp_path / "none" / "page.html"
+    assert fails("report", tmp_path / "ckpt", "-o", page) == f"error: No such file or directory: {page}\n"
+
+
 def test_a_report_does_not_replace_what_appears_while_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
