@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ..core.protocols import ControlSession
 
 __all__ = ["agree"]
 
 
-def agree(session: ControlSession, ours: Mapping[str, str], check: Callable[[], None], name: str = "") -> str:
+def agree(session: ControlSession, ours: Mapping[str, str], name: str) -> str:
     """All ranks must have made the manager with the same arguments.
 
     Args:
         session: The session of all ranks.
         ours: This rank's arguments in words, by name.
-        check: What the coordinator looks at besides.
         name: What this rank calls the manager.
 
     Returns:
@@ -38,7 +37,6 @@ def agree(session: ControlSession, ours: Mapping[str, str], check: Callable[[], 
                         f"the manager's arguments must be the same on every rank: {argument} is "
                         f"{expected[argument]} on rank {session.coordinator}, {value} on rank {rank}"
                     )
-        check()
         return dict.fromkeys(messages, f"{name} ({secrets.token_hex(4)})".encode(errors="replace"))
 
     return session.gather_scatter("agree", lambda: json.dumps(dict(ours)).encode(), compare).decode()

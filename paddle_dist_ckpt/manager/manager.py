@@ -146,7 +146,11 @@ class CheckpointManager:
             plain = {name: as_number(value) for name, value in arguments.items()}  # who was told them may have numpy's
             said = {name: repr(value if plain[name] is None else plain[name]) for name, value in arguments.items()}
             said["async_save"] = repr(async_save)
-            name = agree(session, said, self._check_root, self._root.name)
+            with self._folders() as opened:  # ranks may have folders of their own
+                self._steps.check_root(opened)
+            name = agree(session, said, self._root.name)
+            if (idle := self._retention.idle) and session.rank == session.coordinator:
+                _logger.warning("%s: without keep_last every step is kept, with or without %s", self._root, idle)
         every_step = save_interval_steps is None and save_interval_seconds is None
         self._interval = 1 if every_step else save_interval_steps
         topic = f"steps of {name}"  # the coordinator's name for them, as ranks' own may differ
@@ -166,12 +170,6 @@ class CheckpointManager:
         # Guards what is being read against the removal of steps in the background. A handler of a signal may ask, or
         # save, while the same thread asks.
         self._lock = threading.RLock()
-
-    def _check_root(self) -> None:
-        with self._folders() as opened:
-            self._steps.check_root(opened)
-        if idle := self._retention.idle:
-            _logger.warning("%s: without keep_last every step is kept, with or without %s", self._root, idle)
 
     # -- when
 

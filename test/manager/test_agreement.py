@@ -13,7 +13,7 @@ from test.jobs import all_ok, errors_of
 def test_all_ranks_are_told_what_the_coordinator_calls_it(arguments: dict[str, str]) -> None:
     def work(rank: SimulatedRank) -> str:
         with rank.hub.session("CheckpointManager", 10) as session:
-            return agree(session, arguments, lambda: None, f"run-{rank.rank}")
+            return agree(session, arguments, f"run-{rank.rank}")
 
     names = all_ok(run_ranks(3, work))
     assert len(set(names)) == 1
@@ -24,7 +24,7 @@ def test_all_ranks_are_told_what_the_coordinator_calls_it(arguments: dict[str, s
 def test_an_argument_that_differs_is_named() -> None:
     def work(rank: SimulatedRank) -> str:
         with rank.hub.session("CheckpointManager", 10) as session:
-            return agree(session, {"best": "None", "keep_last": str(rank.rank)}, lambda: None, "run")
+            return agree(session, {"best": "None", "keep_last": str(rank.rank)}, "run")
 
     for error in errors_of(run_ranks(2, work), ValueError):
         assert "keep_last is 0 on rank 0, 1 on rank 1" in str(error)

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import AsyncSave, CheckpointManager, LocalStorage, PerRank, SaveOptions
+from paddle_dist_ckpt import AsyncSave, CheckpointManager, LocalStorage, PerRank, SaveOptions, save_state_dict
 from paddle_dist_ckpt.manager import sigterm
 from test.paddle.layouts import Spread
 from test.paddle.outcomes import Outcome, outcome_of
@@ -169,6 +169,16 @@ def numpys_arguments(root: str, ranks: int) -> list[int]:
 def bad_arguments_on_one_rank(root: str, ranks: int) -> Outcome:
     """One rank passes what cannot be."""
     return outcome_of(lambda: manager(root, ranks, keep_last=0 if dist.get_rank() else 1))
+
+
+def bad_roots_on_one_rank(root: str, ranks: int, victim: int) -> list[Outcome]:
+    """Ranks have folders of their own, and what one of them has there is none for steps."""
+    own = Path(root, f"host{dist.get_rank()}")
+    (own / "run").mkdir(parents=True)
+    if dist.get_rank() == victim:
+        (own / "file").write_text("x")
+        save_state_dict({"x": 1}, own / "checkpoint", options=SaveOptions(no_dist=True))
+    return [outcome_of(lambda at=name: str(manager(own / at, ranks))) for name in ("file", "file/run", "checkpoint")]
 
 
 def lost_mount(root: str, ranks: int, victim: int, by_restore: bool, gone: bool) -> tuple[Outcome, bool, int | None]:

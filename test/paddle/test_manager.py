@@ -1143,6 +1143,15 @@ def test_managers_that_differ_are_refused_on_every_rank(pool: RankPool, tmp_path
     assert pool.run(cases.numpys_arguments, str(tmp_path), 3, ranks=3) == [[]] * 3
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_root_that_is_none_on_one_rank_is_refused_on_every_rank(pool: RankPool, tmp_path: Path, victim: int) -> None:
+    words = ("/file is a file", "/file/run is a file, or below one", "/checkpoint holds a checkpoint itself")
+    for outcomes in pool.run(cases.bad_roots_on_one_rank, str(tmp_path), 2, victim, ranks=2):
+        for outcome, said in zip(outcomes, words, strict=True):
+            assert outcome.error == "ValueError"
+            assert f"host{victim}{said}" in outcome.message
+
+
 @pytest.mark.parametrize("gone", [False, True], ids=["another", "gone"])
 @pytest.mark.parametrize("by_restore", [False, True], ids=["saved", "restored"])
 @pytest.mark.parametrize("victim", [0, 1])
