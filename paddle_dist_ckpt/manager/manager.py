@@ -508,12 +508,9 @@ class CheckpointManager:
 
     def _close(self, raising: bool) -> None:
         """See :meth:`close`; whether an exception is on its way, which a signal is not to hide."""
-        if self._closed:
-            self.wait()  # if that was interrupted
-            return
         self._closed = True
-        self._schedule.close()
         try:
+            self._schedule.close()  # again, if that was interrupted
             self.wait()
         except BaseException:
             raising = True
@@ -521,6 +518,7 @@ class CheckpointManager:
         finally:
             if self._end_of_sigterm is not None:  # and not before: a launcher repeats the signal during the last save
                 self._end_of_sigterm(self._schedule.stopping, raising)
+            self._end_of_sigterm = None
 
     def __repr__(self) -> str:
         given = "".join(f", {name}={value!r}" for name, value in self._arguments.items() if value not in (None, False))

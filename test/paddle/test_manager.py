@@ -37,6 +37,7 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.manager import sigterm
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
 from paddle_dist_ckpt.manager.retention import Retention
+from paddle_dist_ckpt.manager.schedule import Schedule
 from paddle_dist_ckpt.manager.steps import Steps, remove_step
 from paddle_dist_ckpt.saving.save_coordinator import SaveCoordinator
 from paddle_dist_ckpt.storage import Folders
@@ -616,6 +617,32 @@ def test_a_manager_that_is_closed_by_another_thread_swallows_no_sigterm(tmp_path
         thread.join()
         signal.raise_signal(signal.SIGTERM)
         assert called == [1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_manager_whose_close_is_interrupted_at_once_swallows_no_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, closed = list[int](), list[int]()
+    close = Schedule.close
+
+    def interrupted_once(schedule: Schedule) -> None:
+        closed.append(1)
+        if len(closed) == 1:
+            raise KeyboardInterrupt
+        close(schedule)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    try:
+        manager = CheckpointManager(tmp_path, save_on_sigterm=True)
+        monkeypatch.setattr(Schedule, "close", interrupted_once)
+        with pytest.raises(KeyboardInterrupt):
+            manager.close()
+        signal.raise_signal(signal.SIGTERM)
+        assert called == [1]
+        manager.close()
+        assert len(closed) == 2, "it is closed on all ranks"
     finally:
         signal.signal(signal.SIGTERM, before)
 
