@@ -256,7 +256,7 @@ class CheckpointManager:
             self._is_behind = False
             self._has_saved(step)
             raise
-        except Exception:
+        except BaseException:  # an interrupt, too: it is an error to the other ranks
             if self._decided == (step, False):  # it was to be saved by force
                 self._decided = None
             raise

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,22 @@ def test_a_step_that_was_just_saved_is_saved_again_by_force_alone(
         target = numbers(0)
         steps.restore(target)
         assert str(target) == str(numbers(2))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("odd"), KeyboardInterrupt()], ids=repr)
+def test_a_step_is_due_again_when_a_save_of_it_by_force_has_failed(tmp_path: Path, error: BaseException) -> None:
+    """On the rank on which it was interrupted as well as on those to which that is an error."""
+
+    def fail() -> dict[str, Any]:
+        raise error
+
+    odd = SimpleNamespace(state_dict=fail, set_state_dict=lambda state: None)
+    with CheckpointManager(tmp_path, async_save=False) as steps:
+        steps.save(3, {"x": 1})
+        assert not steps.should_save(3)
+        with pytest.raises(type(error)):
+            steps.save(3, {"odd": odd}, force=True)
+        assert steps.should_save(3)
 
 
 @pytest.mark.parametrize("told_by", ["wait", "result", "a save by force"])
