@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -133,15 +132,17 @@ def test_a_step_that_was_just_saved_is_saved_again_by_force_alone(
 def test_a_step_is_due_again_when_a_save_of_it_by_force_has_failed(tmp_path: Path, error: BaseException) -> None:
     """On the rank on which it was interrupted as well as on those to which that is an error."""
 
-    def fail() -> dict[str, Any]:
-        raise error
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            raise error
 
-    odd = SimpleNamespace(state_dict=fail, set_state_dict=lambda state: None)
+        def set_state_dict(self, state: dict[str, Any]) -> None: ...
+
     with CheckpointManager(tmp_path, async_save=False) as steps:
         steps.save(3, {"x": 1})
         assert not steps.should_save(3)
         with pytest.raises(type(error)):
-            steps.save(3, {"odd": odd}, force=True)
+            steps.save(3, {"odd": Odd()}, force=True)
         assert steps.should_save(3)
 
 
