@@ -17,7 +17,7 @@ from ..core.shards import Kind
 from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
-from ..tree.names import Names, may_be_of_run, may_end_in_name
+from ..tree.names import Names, may_be_of_run, may_be_optimizers, may_end_in_name
 from ..tree.paths import is_own, plain_key
 from .flat_keys import FlatKeys
 from .hints import Hints
@@ -25,7 +25,7 @@ from .key_map import matcher, path_of_key
 from .messages import LoadAnswer, WantedPaths
 from .stored_paths import StoredPaths
 from .value_answers import Draft, ValueAnswers
-from .wording import LEFT_BY_AOA
+from .wording import LEFT_BY_AOA, MISSING
 
 __all__ = ["Answering"]
 
@@ -48,6 +48,8 @@ class Answering:
         files: The data files, each with its number of blocks.
         first_block: The number of each shard's first block in its file, ``[shards]``.
         hints: What may be meant by keys that are missing.
+        untrained: Patterns of the flat keys of optimizer variables that are missing, of parameters that are stored
+            without any, as those that were not trained.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Answering:
         self.names = Names(metadata.table.paths, metadata.table.names)
         self._wanted_names = Names([], [])
         self._is_asked: Mask = np.zeros(len(metadata.table.paths), bool)  # see ``asked``, ``[tensors]``
+        self.untrained: dict[str, None] = {}
         self._frozen: dict[str, list[tuple[str, str]]] = {}  # see WantedPaths, by the path of the stored parameter
         self._lacking: list[tuple[list[str], set[str]]] = []  # what ranks want, and for which of it nothing was found
 
@@ -106,6 +109,7 @@ class Answering:
                 found.skipped[path] = "left as it is, for the checkpoint has no learning rate of a static-graph program"
             else:
                 self._values.lack(path, moved.get(path, path), found, is_tensor=True)
+        self._find_untrained(found, names, places)
         self._values.answer(wanted, moved, places, found)
         for key in wanted.sources:
             self._answer_source(key, found)
@@ -119,6 +123,16 @@ class Answering:
                 self._frozen.setdefault(paths[place], []).append((optimizer, parameter))
         groups = self._groups if found.own else [self._ranks]
         return [(ranks, self._assemble(found, ranks)) for ranks in groups]
+
+    def _find_untrained(self, found: Draft, names: Names, places: Mapping[str, int | None]) -> None:
+        """Note of what kind of parameters optimizer variables are missing, see ``untrained``."""
+        missing = [path for path, text in found.unfit.items() if text == MISSING and may_be_optimizers(path)]
+        for path in missing if self.names.variables else ():
+            parameters, accumulator = names.variables.get(path, ((), ""))
+            stored = [self._metadata.table.paths[at] for one in parameters if (at := places.get(one)) is not None]
+            if stored and not any(self.names.containers.get(one) for one in stored):
+                key = plain_key(path)
+                self.untrained[f"{key.removesuffix(accumulator)}*" if key.endswith(f".{accumulator}") else key] = None
 
     def lacked_by_some(self) -> list[str]:
         """The paths of tensors for which nothing was found for some ranks, and something for others. It may depend on

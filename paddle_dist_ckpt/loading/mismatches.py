@@ -135,6 +135,11 @@ class MismatchCheck:
         lacking = [problem.text for problem in problems if MISSING in problem.text and problem.key not in made]
         if any(MEANT in text for text in lacking) and (hint := self.answering.hints.advice()):
             yield hint
+        if untrained := list(self.answering.untrained):
+            yield (
+                "an optimizer has entries here for parameters that had none, as where they were not trained: "
+                f"LoadOptions(allow_missing={untrained[:_MOST]}) keeps what it has{', ...' * (len(untrained) > _MOST)}"
+            )
         if lacking and self.options.key_map is None:
             yield from filter(None, [self.answering.hints.advice_on_containers()])
         yield from self.empty_texts()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +253,30 @@ def test_nothing_is_made_for_frozen_parameters_of_which_nothing_is_stored(tmp_pa
     plain = {"model": again["model"], "opt": paddle.optimizer.SGD(0.1, parameters=again["model"].parameters())}
     save_state_dict(_frozen_job(False), tmp_path / "adam")
     assert "opt.0.weight.moment1" in load_state_dict(plain, tmp_path / "adam").unused_keys
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_a_step_back_to_before_parameters_were_trained_says_what_to_do(tmp_path: Path, as_dict: bool) -> None:
+    first = _frozen_job(True)
+    _steps(first, 2)
+    save_state_dict(first, tmp_path)
+    again = _frozen_job(False)
+    _steps(again, 1)
+    state = {**again, "opt": again["opt"].state_dict()} if as_dict else again
+    with pytest.raises(StateDictMismatchError, match="as where they were not trained") as caught:
+        load_state_dict(state, tmp_path)
+    (patterns,) = re.findall(r"LoadOptions\(allow_missing=(\[.*?\])\) keeps what it has", str(caught.value))
+    assert as_dict or patterns == "['opt.0.weight.*', 'opt.0.bias.*']"
+    missing = [problem.partition(":")[0] for problem in caught.value.problems]
+    report = load_state_dict(
+        state, tmp_path, options=LoadOptions(allow_missing=missing if as_dict else ast.literal_eval(patterns))
+    )
+    assert sorted(report.skipped_keys) == sorted(missing)
+    whole = {"model": again["model"]}
+    save_state_dict(whole, tmp_path / "model")
+    with pytest.raises(StateDictMismatchError) as caught:
+        load_state_dict(again, tmp_path / "model")
+    assert "not trained" not in str(caught.value), "no optimizer is stored at all"
 
 
 def test_two_optimizers_of_one_frozen_parameter_get_what_is_stored_for_each(tmp_path: Path) -> None:

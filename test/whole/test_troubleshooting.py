@@ -107,10 +107,13 @@ def provoked(data: Path) -> Iterator[str]:
         ({"model": {"weight": np.zeros((4, 3), "f4")}}, LoadOptions()),
         ({"model": {"weight": np.zeros((4, 2), "f2")}}, LoadOptions()),
         ({"optimizer": {"linear_0.w_0_moment1_0": np.zeros((4, 2), "f4")}}, LoadOptions()),
-        ({"optimizer": {"body.weight.moment1": np.zeros((4, 2), "f4")}}, LoadOptions()),
         ({"optimizer": {"LR_Scheduler": {"last_epoch": 0}}}, LoadOptions()),
     ):
         yield error(lambda target=target, options=options: load_alone(target, data / "c", options=options))
+    model = {"model": {name: np.zeros((4, 2), "f4") for name in ("body.weight", "head.weight")}}
+    save_alone({**model, "optimizer": {"head.weight.moment1": np.zeros((4, 2), "f4")}}, data / "frozen")
+    thawed = {**model, "optimizer": {"body.weight.moment1": np.zeros((4, 2), "f4")}}
+    yield error(lambda: load_alone(thawed, data / "frozen"))
     save_state_dict({"scaler": scaler_of(False)}, data / "c", unique_id=0)
     yield error(lambda: load_state_dict({"scaler": scaler_of(True)}, data / "c"))
     save_alone({"model": MODEL, "optimizer": MOMENTS, "step": 1}, data / "c", 0)
