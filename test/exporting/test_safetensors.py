@@ -264,7 +264,7 @@ def test_ranks_that_ask_for_different_things(tmp_path: Path) -> None:
 
 
 def test_ranks_of_one_host_that_export_from_different_folders(tmp_path: Path) -> None:
-    """Of other formats nothing but the folder tells one checkpoint from another, of as many bytes in the same places."""
+    """Of other formats nothing but the folder tells a checkpoint from another, of as many bytes in the same places."""
     for step in (1, 2):
         save_alone({f"w{i}": np.full(5, step, np.float32) for i in range(4)}, tmp_path / f"native-{step}")
         export(tmp_path / f"native-{step}", tmp_path / f"step-{step}", prefix=None)
