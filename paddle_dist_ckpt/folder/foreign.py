@@ -20,7 +20,9 @@ __all__ = ["Format", "foreign_id", "is_beside_paddles", "look", "part_text"]
 _PIECE = 16 << 20
 _PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FOREIGN = re.compile(r"(?:0|[1-9][0-9]{0,17})_(0|[1-9][0-9]{0,17})\.(?:distcp|safetensors)")
-_PART = re.compile(r"(?:0|[1-9][0-9]*)?\.metadata|.*\.distcp|.*\.(?:safetensors|pdparams)\.index\.json", re.DOTALL)
+_PART = re.compile(
+    r"(?:0|[1-9][0-9]*|__[0-9]+)?\.metadata|.*\.distcp|.*\.(?:safetensors|pdparams|pdopt)\.index\.json", re.DOTALL
+)
 
 
 class Format(Enum):

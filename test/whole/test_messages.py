@@ -85,8 +85,8 @@ def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(".metadata", "0.metadata", "12.metadata", "0_0.distcp", "__0_0.distcp"),
-        *("model.safetensors.index.json", "model_state.pdparams.index.json"),
+        *(".metadata", "0.metadata", "12.metadata", "__0.metadata", "0_0.distcp", "__0_0.distcp"),
+        *("model.safetensors.index.json", "model_state.pdparams.index.json", "optimizer.pdopt.index.json"),
     ],
 )
 def test_a_part_of_what_others_write_instead_of_its_folder(name: str, tmp_path: Path) -> None:
