@@ -241,15 +241,15 @@ def _has_uint16_alone(header: SafetensorsHeader) -> bool:
 
 
 def _is_of_bfloat16(storage: Storage, names: set[str], budget: Budget) -> bool:
-    """Whether the model's configuration says so."""
-    if _CONFIG not in names:
+    """Whether the model's configuration says so, which also lies beside a file that somebody has picked by name."""
+    if _CONFIG not in names and not is_part(storage):
         return False
-    with WindowedFile(storage, _CONFIG, budget) as file:
-        text = file.read_large(0, file.size)
-        spend_on_json(file, text)
     try:
+        with WindowedFile(storage, _CONFIG, budget) as file:
+            text = file.read_large(0, file.size)
+            spend_on_json(file, text)
         config = _CONFIG_DECODER.decode(text)
-    except DECODE_ERRORS:
+    except (CheckpointCorruptedError, *DECODE_ERRORS):  # there is none that says anything
         return False
     return "bfloat16" in (config.dtype, config.torch_dtype)
 

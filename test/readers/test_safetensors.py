@@ -417,9 +417,16 @@ def test_uint16_is_what_the_configuration_says(
     save_file({"w": np.ones(2, np.uint16)}, tmp_path / "model.safetensors", told)
     (tmp_path / "config.json").write_text(config)
     assert [tensor.dtype.name for tensor in read(tmp_path).tensors] == [expected]
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        assert read_metadata(path).state_dict_metadata["w"][0].dtype == expected
     header: Any = {"w": entry("U16", [2], 0, 4), "b": entry("BF16", [1], 4, 6)}
     (tmp_path / "model.safetensors").write_bytes(file_of(header, bytes(6)))
     assert {tensor.path[0]: tensor.dtype.name for tensor in read(tmp_path).tensors} == {"w": "uint16", "b": "bfloat16"}
+
+
+def test_uint16_of_a_file_alone_is_what_it_is(tmp_path: Path) -> None:
+    save_file({"w": np.ones(2, np.uint16)}, tmp_path / "model.safetensors")
+    assert read_metadata(tmp_path / "model.safetensors").state_dict_metadata["w"][0].dtype == "uint16"
 
 
 def test_each_file_says_for_itself_whether_its_uint16_is_bfloat16(tmp_path: Path) -> None:
