@@ -185,5 +185,5 @@ def export_request(
     place, number = local_path(out, "out"), checked_id(unique_id)
     if place != encodable(place):
         raise ValueError(f"out must be a path of text in UTF-8, which {place!r} is not, for other ranks are sent it")
-    patterns = None if wanted is None else list(wanted)
+    patterns = None if wanted is None else sorted(wanted)  # a set has another order in each process
     return ExportRequest(place, format, number, prefix, patterns, dtype, int(max_shard_bytes), stem, of_torch)

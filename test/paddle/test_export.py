@@ -25,6 +25,7 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.export_calls import export_request
 from paddle_dist_ckpt.state_exports import export_filled_with
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
+from paddle_dist_ckpt.wiring import export_with
 from test.exporting.test_safetensors import opened
 from test.jobs import all_ok, errors_of, save_alone
 from test.paddle import cases_export as cases
@@ -170,6 +171,17 @@ def test_ranks_that_ask_for_different_merges_write_none(
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     keys[1], recipes[1] = keys[0], recipes[0]
     assert [report.tensors for report in all_ok(run_ranks(2, merge))] == [3, 3]
+
+
+def test_ranks_may_name_the_same_keys_in_any_order(tmp_path: Path) -> None:
+    """As sets have them, in another order in each process."""
+    save_alone({key: np.ones(2, "float32") for key in "abc"}, tmp_path / "c")
+
+    def write(rank: SimulatedRank) -> ExportReport:
+        request = export_request(tmp_path / "out", keys=["a", "b"] if rank.rank else ["b", "a"])
+        return export_with(rank.connection, tmp_path / "c", request, LoadOptions(timeout=60))
+
+    assert [report.tensors for report in all_ok(run_ranks(2, write))] == [2, 2]
 
 
 def test_a_state_that_becomes_a_checkpoint_is_saved_as_the_options_say(tmp_path: Path) -> None:
