@@ -16,7 +16,7 @@ from .resize import Resizing, Rules
 from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
-from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, NEEDED, NO_ENTRY, NOT_STORED, OF_TENSORS, value_text
+from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, MISSING, NEEDED, NO_ENTRY, NOT_STORED, OF_TENSORS, value_text
 
 __all__ = ["Fit"]
 
@@ -196,15 +196,16 @@ _PRESENT = {
 
 def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[Mismatch]:
     """The problems with wanted paths at which something of another kind is stored, or nothing."""
-    tensors = set(wanted.tensors.paths) if answer.unfit else set()
     shapes: dict[str, tuple[int, ...]] = {}
-    if answer.hints:
+    if answer.unfit:
         columns = zip(wanted.tensors.paths, wanted.tensors.geometry, strict=True)
         shapes = {path: wanted.tensors.geometries[number].shape for path, number in columns}
     problems = []
     for path, found in answer.unfit.items():
+        if not answer.save_id and 0 in shapes.get(path, ()) and found.startswith(MISSING):
+            continue  # Paddle's own saves leave out what has no elements, and its loads miss nothing
         present = _PRESENT.get(wanted.values.get(path, ""), NO_ENTRY)
-        has = "a tensor" if path in tensors else present
+        has = "a tensor" if path in shapes else present
         fitting = [key for key, shape in answer.hints.get(path, ()) if shape is None or shape == shapes.get(path)]
         moved = wanted.moved.get(path)
         looked = "" if moved is None else f" (looked up as {moved!r})"

@@ -114,6 +114,17 @@ def test_a_file_that_is_gone_or_short_is_named(tmp_path: Path, folder: str) -> N
         assert isinstance(error, CheckpointCorruptedError | CheckpointNotFoundError)
 
 
+def test_a_tensor_without_elements_that_is_not_there_is_not_missing(tmp_path: Path) -> None:
+    """Paddle's own saves leave such tensors out. In a checkpoint of ours they are, as all others."""
+    weight = arrays_of("paddle-3.3.1")["embedding.weight"]
+    target = np.zeros_like(weight)
+    load_on([{"embedding.weight": target, "empty": np.zeros((0, 3), np.float32)}], GOLDEN / "paddle-3.3.1")
+    assert np.array_equal(target, weight)
+    save_alone({"a": np.zeros(2)}, tmp_path)
+    (error,) = try_load([{"empty": np.zeros((0, 3), np.float32)}], tmp_path)
+    assert "empty: the state_dict has a tensor, in the checkpoint it is missing" in str(error)
+
+
 def test_what_does_not_fit_is_told_as_of_ours() -> None:
     state = {"embedding.weight": np.zeros((3, 3), np.float32), "nothing": np.zeros(2, np.float32)}
     (error,) = try_load([state], GOLDEN / "paddle-3.3.1")
