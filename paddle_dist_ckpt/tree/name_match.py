@@ -15,7 +15,7 @@ of that run's variable names: the wanted keys by those of the tensors that are t
     A of P, which is not wanted itself      the same                                the stored table, P's key
     A of P                                  A of P in another container, if one:    both tables, and neither has
                                             P's own here or there (a program's)     another optimizer of P
-    a program's learning rate               that of the container, or the only one  its name, learning_rate_N
+    what a program has once                 that of the container, or the only one  its name, learning_rate_N
     A of P, which has other paths as well   the same of P at any of these           both tables
     A of P                                  what is at the same path, of which      equal keys alone
                                             nothing is known
@@ -139,8 +139,8 @@ class NameMatch:
     def _by_name(self, path: str, own: str, variable: OptimizerVariable | None) -> int | None:
         if own != path and _tail(own) != _tail(path):  # the user has named something else
             return None
-        if path in self._wanted.learning_rates:
-            return self._learning_rate(own)
+        if (what := self._wanted.of_programs.get(path)) is not None:
+            return self._of_program(own, what)
         alone = variable is None
         if variable is None:  # its parameter may be stored, though it is not wanted
             variable = self._stored.structured(own)
@@ -176,10 +176,10 @@ class NameMatch:
         beside = set(map(container_of, variable.parameters))
         return len(stored) == len(wanted) == 1 and (container in beside or not stored.isdisjoint(beside))
 
-    def _learning_rate(self, path: str) -> int | None:
-        """The learning rate of a static-graph program: that of the same container, or the only one."""
-        rates = self._stored.learning_rates
-        found = [other for other in rates if container_of(other) == container_of(path)] or rates
+    def _of_program(self, path: str, what: str) -> int | None:
+        """What a static-graph program has once, as its learning rate: that of the same container, or the only one."""
+        same = [other for other, one in self._stored.of_programs.items() if one == what]
+        found = [other for other in same if container_of(other) == container_of(path)] or same
         return self._index[found[0]] if len(found) == 1 else None
 
     @cached_property

@@ -63,7 +63,8 @@ _OF_RUN = re.compile(r"_\d+\.[wb]_\d+(?:\.dist)?_\w+_\d+$")
 _PARAMETER_OF_RUN = re.compile(r"(?<![^./])([^./]*_\d+\.[wb]_\d+)(?:\.dist)?_\w+_\d+$")
 _ACCUMULATOR_OF_RUN = re.compile(rf"_(?:fp32_master|{'|'.join(_ACCUMULATORS)})_\d+(?:\.dist)?$")
 _MASTER_KEY = re.compile(r"(.+)_fp32_master_\d+|(|.*?\.)master_weights\.(.+)")
-_LEARNING_RATE = re.compile(r"/learning_rate_\d+$")
+_LEARNING_RATE = "learning_rate"
+_OF_PROGRAMS = frozenset({_LEARNING_RATE, "loss_scaling", "num_good_steps", "num_bad_steps"})
 _STRUCTURED = re.compile(rf"\.(?:({'|'.join(_ACCUMULATORS)})(?:_0)?|w_0)$")
 _NUMBER = r"_\d+(?:\.dist)?(?:_deepcopy_\d+(?:\.dist)?)*"
 # What follows a parameter's name. A copy of the parameter has a name that continues likewise, but is another parameter.
@@ -231,10 +232,17 @@ class Names:
         return variable_containers(self.variables, {})
 
     @cached_property
+    def of_programs(self) -> dict[str, str]:
+        """What a static-graph program has once, by path: what it is, which its name says before a number. It is called
+        so and is under that name."""
+        named = ((path, name, name.rpartition("_")) for path, name in zip(self.paths, self.names, strict=True) if name)
+        found = ((path, name, what) for path, name, (what, _, number) in named if number.isdecimal())
+        return {path: what for path, name, what in found if what in _OF_PROGRAMS and last_part(path) == name}
+
+    @cached_property
     def learning_rates(self) -> list[str]:
-        """The paths of static-graph programs' learning rates: that are called so and are under that name."""
-        found = [(path, name) for path, name in zip(self.paths, self.names, strict=True) if "/learning_rate_" in path]
-        return [path for path, name in found if name and _LEARNING_RATE.search(path) and last_part(path) == name]
+        """The paths of static-graph programs' learning rates."""
+        return [path for path, what in self.of_programs.items() if what == _LEARNING_RATE]
 
     @cached_property
     def masters(self) -> Mapping[str | None, str]:

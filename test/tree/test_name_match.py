@@ -185,6 +185,19 @@ def test_learning_rates_of_programs() -> None:
     assert match(rates("/m/learning_rate_5"), named_so) == {"/m/learning_rate_0": None}
 
 
+def test_what_programs_count_of_their_loss_scaling() -> None:
+    """Paddle numbers it as it does the learning rates."""
+
+    def counted(container: str, number: int) -> Entries:
+        kinds = ("learning_rate", "loss_scaling", "num_good_steps", "num_bad_steps")
+        return {f"/{container}/{kind}_{number}": f"{kind}_{number}" for kind in kinds}
+
+    found = match({**counted("a", 0), **counted("b", 1)}, counted("a", 1))
+    assert found == dict(zip(counted("a", 1), counted("a", 0), strict=True))
+    of_user: Entries = {"/a/num_good_steps_0": "x"}
+    assert match(of_user, counted("a", 1))["/a/num_good_steps_1"] is None
+
+
 def test_names_that_only_look_like_accumulators() -> None:
     stored: Entries = dict.fromkeys(["/m/fc.weight", "/m/fc.weight.ema_999", "/m/fc.weight.lora_A"])
     asked: Entries = dict.fromkeys(["/m/fc.weight", "/m/fc.weight.ema_9999", "/n/fc.weight.lora_A", "/n/fc.weight.m"])
