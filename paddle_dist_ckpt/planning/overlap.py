@@ -60,7 +60,7 @@ def _best_cut(a: Span, b: Span) -> tuple[int, int] | None:
         at = int(np.partition(starts, len(starts) // 2)[len(starts) // 2])
         left = int((a_low[:, d] < at).sum()) * int((b_low[:, d] < at).sum())
         right = int((a_high[:, d] > at).sum()) * int((b_high[:, d] > at).sum())
-        if left + right < fewest and left and right:
+        if left + right < fewest:
             best, fewest = (d, at), left + right
     return best
 

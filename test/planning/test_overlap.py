@@ -67,3 +67,21 @@ def test_many_tensors_take_no_time_per_pair_of_them() -> None:
     i, j = overlapping_pairs(boxes, boxes)
     assert np.array_equal(i, np.arange(count))
     assert np.array_equal(j, np.arange(count))
+
+
+@pytest.mark.parametrize("start", [0, 3000, 20_000])
+def test_boxes_far_from_each_other_are_not_compared(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut that leaves no pair on one of its sides is as good as any."""
+    compared, compare = list[int](), overlap._compare
+
+    def count(a: overlap.Span, b: overlap.Span, cell: overlap.Span) -> tuple[IntArray, IntArray]:
+        compared.append(len(a[0]) * len(b[0]))
+        return compare(a, b, cell)
+
+    monkeypatch.setattr(overlap, "_compare", count)
+    a = Boxes.of([Box((i,), (1,)) for i in range(10_000)], 1)
+    b = Boxes.of([Box((i + start,), (1,)) for i in range(10_000)], 1)
+    i, j = overlapping_pairs(a, b)
+    assert np.array_equal(i, j + start)
+    assert len(i) == max(0, 10_000 - start)
+    assert sum(compared) < 200 * 10_000
