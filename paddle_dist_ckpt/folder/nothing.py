@@ -87,8 +87,8 @@ def _reasons(storage: Storage, unique_id: int | None) -> Iterator[str]:
         name
         for name in names
         if (parsed := parse_data_file(name)) is not None
+        and unique_id in (None, parsed.unique_id)  # first: there may be as many others as files
         and parsed.unique_id not in others
-        and unique_id in (None, parsed.unique_id)
     ]
     managers = managers_text(storage, unique_id)
     if incomplete and not refused:

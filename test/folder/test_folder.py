@@ -21,9 +21,9 @@ from paddle_dist_ckpt.errors import (
     RankFailureError,
     UnsupportedValueError,
 )
-from paddle_dist_ckpt.folder import checkpoint
+from paddle_dist_ckpt.folder import checkpoint, nothing
 from paddle_dist_ckpt.folder.checkpoint import read_checkpoint, why_unknown
-from paddle_dist_ckpt.folder.nothing import listed_ids
+from paddle_dist_ckpt.folder.nothing import listed_ids, nothing_text
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.hooks import dies, does
@@ -574,3 +574,24 @@ def test_it_is_known_whether_no_reader_can_read_a_folder_or_what_is_wrong(
     save_alone(state(1), tmp_path, 3)
     expected = None if isinstance(error, CheckpointNotFoundError) else known  # another id than there is
     assert why_unknown(LocalStorage(tmp_path), 5) == expected
+
+
+def test_a_missing_number_is_told_without_a_look_at_each_other_for_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Others(list[int]):
+        looks = 0
+
+        def __contains__(self, number: object) -> bool:
+            Others.looks += 1
+            return super().__contains__(number)
+
+    save_alone(state(1), tmp_path, 3)
+    (file,) = [path.name for path in data_files(tmp_path)]
+    for number in range(100, 200):
+        os.link(tmp_path / file, tmp_path / file.replace("0_3", f"0_{number}"))
+    monkeypatch.setattr(nothing, "committed_ids", lambda storage: Others([3]))
+    assert nothing_text(LocalStorage(tmp_path), 7).endswith("; its only one has the id 3")
+    assert Others.looks == 0
+    assert "it has 1 data file, such as" in nothing_text(LocalStorage(tmp_path), 150)
+    assert Others.looks == 1
