@@ -35,6 +35,7 @@ __all__ = [
     "publish_under",
     "remove_saves",
     "seal",
+    "warn_of_others",
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
@@ -82,12 +83,7 @@ def _begin(
         with suppress(CheckpointError):  # it is damaged, and had better stay for a repair
             unique_id = newest_id(storage) if of_paddle is None else None
     names = storage.names()
-    if any(step_of(name) is not None for name in names) and managers_text(storage):
-        _logger.warning(
-            "%s: the folder has the steps of a CheckpointManager as well; loads from it will find this save in their "
-            "place: save to another folder",
-            storage.location,
-        )
+    warn_of_others(storage, names, unique_id)
     if unique_id is None:
         # Who replaces the newest does as Paddle, to which only its own checkpoints count.
         others = () if replace_newest else ids_beside(names)
@@ -97,14 +93,30 @@ def _begin(
         raise ValueError(
             f"unique_id {unique_id} is taken: {storage.location}/{name} is of another format; use another id"
         )
-    if name not in names and unique_id in ids_beside(names):
+    return Lease(storage, unique_id, automatic=False, given_up=given_up, patience=patience, made=made)
+
+
+def warn_of_others(storage: Storage, names: Collection[str], unique_id: int | None) -> None:
+    """Say so if a save, or a copy of one, will stand in the place of what others have in the folder.
+
+    Args:
+        storage: The folder.
+        names: The names in it.
+        unique_id: The save's number; None for one that is free.
+    """
+    if any(step_of(name) is not None for name in names) and managers_text(storage):
+        _logger.warning(
+            "%s: the folder has the steps of a CheckpointManager as well; loads from it will find this save in their "
+            "place: save to another folder",
+            storage.location,
+        )
+    if unique_id is not None and metadata_name(unique_id) not in names and unique_id in ids_beside(names):
         _logger.warning(
             "%s: the folder has a checkpoint of another format as well, with the id %d; loads will find this save in "
             "its place",
             storage.location,
             unique_id,
         )
-    return Lease(storage, unique_id, automatic=False, given_up=given_up, patience=patience, made=made)
 
 
 def _newest_of_paddle(storage: Storage) -> int | None:

@@ -23,7 +23,7 @@ from ..storage.base import Storage, WritableFile
 from ..storage.capabilities import extended
 from .checkpoint import Restarts, check_sizes, read_checkpoint
 from .claims import EXPIRY, claimed_saves
-from .commit import aftermath, finish, in_folder, publish_under, remove_saves, seal
+from .commit import aftermath, finish, in_folder, publish_under, remove_saves, seal, warn_of_others
 from .delete import check_native
 from .foreign import Format, look
 from .ids import committed_saves
@@ -173,6 +173,7 @@ def _check_free(out: Storage, metadata: Metadata) -> None:
             f"{out.location} has files of this checkpoint already, but no .metadata: {taken[0]}"
             + (f"; the claim {claim} speaks of them: {EXPIRY}" if claim is not None else "")
         )
+    warn_of_others(out, names, metadata.unique_id)
     needed, free = sum(info.size for info in metadata.files), out.free_bytes()
     if free is not None and free < needed:
         raise CheckpointError(f"{out.location} has room for {free:,} bytes; {needed:,} are to be copied")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import delete_checkpoint, list_checkpoints, rebuild_metadata
+from paddle_dist_ckpt import copy_checkpoint, delete_checkpoint, list_checkpoints, rebuild_metadata
 from paddle_dist_ckpt.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -427,7 +427,10 @@ def test_a_save_beside_the_steps_of_a_manager_is_warned_of(tmp_path: Path, caplo
     assert "steps of a CheckpointManager" not in caplog.text
     save_alone(state(1), tmp_path)
     assert f"{tmp_path}: the folder has the steps of a CheckpointManager as well" in caplog.text
-    assert list_checkpoints(tmp_path) == [0, 1]
+    caplog.clear()
+    copy_checkpoint(tmp_path / "step-00000007", tmp_path)
+    assert f"{tmp_path}: the folder has the steps of a CheckpointManager as well" in caplog.text
+    assert list_checkpoints(tmp_path) == [0, 1, 7]
     assert "no checkpoint is listed" not in caplog.text
 
 

@@ -16,6 +16,7 @@ from paddle_dist_ckpt import (
     CheckpointNotFoundError,
     LoadOptions,
     StateDictMismatchError,
+    copy_checkpoint,
     export,
     list_checkpoints,
     read_metadata,
@@ -155,6 +156,18 @@ def test_a_save_with_the_id_of_theirs_says_what_it_hides(
             save_alone({"mine": np.arange(3)}, tmp_path / "ckpt", 0)
         assert ("a checkpoint of another format as well, with the id 0" in caplog.text) == (i == 0)
     assert read_metadata(tmp_path / "ckpt").format == "native"
+
+
+@pytest.mark.parametrize("folder", ["torch-dcp-2.13", "hf-safetensors"])
+def test_a_copy_with_the_id_of_theirs_says_what_it_hides(
+    tmp_path: Path, folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(GOLDEN / folder, tmp_path / "theirs")
+    for unique_id in (1, 0):
+        save_alone({"mine": np.arange(3)}, tmp_path / "ours", unique_id)
+        caplog.clear()
+        copy_checkpoint(tmp_path / "ours", tmp_path / "theirs", unique_id)
+        assert ("a checkpoint of another format as well, with the id 0" in caplog.text) == (unique_id == 0)
 
 
 def test_files_of_a_checkpoint_of_paddle_are_no_other_checkpoint(
