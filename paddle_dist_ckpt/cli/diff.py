@@ -104,6 +104,8 @@ def _print(facts: ComparisonFacts) -> None:
         print_columns(rows, ["tensor", "dtype", "items that differ", "max abs", "max rel", "nan"], right=[2, 3, 4])
     for value in facts.values:
         a, b = (value_text(each, _MOST_LETTERS) for each in (value.a, value.b))
+        if a == b and type(value.a) is not type(value.b):  # numpy's numbers and texts look like Python's
+            a, b = f"{a} ({type(value.a).__name__})", f"{b} ({type(value.b).__name__})"
         say(f"value: {value.key}: {a} | {b}")
     parts = {
         "equal": facts.same,

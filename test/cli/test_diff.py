@@ -175,6 +175,15 @@ def test_a_tensor_here_and_a_value_there(tmp_path: Path) -> None:
         assert not answer("diff", tmp_path, tmp_path, *ids, code=1)["equal"]
 
 
+def test_values_that_look_alike_are_told_apart_by_their_types(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", {}, n=1, s="x", listed=[1.5])
+    save_model(tmp_path / "b", {}, n=np.int64(1), s=np.str_("x"), listed=[1.5])
+    text = run("diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert "value: n: 1 (int) | 1 (int64)\n" in text
+    assert "value: s: 'x' (str) | 'x' (str_)\n" in text
+    assert "1 equal, 2 different" in text
+
+
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     save_model(tmp_path / "a", ARRAYS)
     assert "there is no folder" in fails("diff", tmp_path / "a", tmp_path / "b")
