@@ -104,7 +104,7 @@ def find_content(metadata: Metadata, key: str) -> TensorContent | ValueContent:
         if reason is not None:
             raise CheckpointNotFoundError(f"{key} of checkpoint {metadata.unique_id} is not read: {reason}")
         raise CheckpointNotFoundError(
-            f"checkpoint {metadata.unique_id} has no key {key!r}; {examples_text(metadata, key)}"
+            f"checkpoint {metadata.unique_id} has no key '{visible(key)}'; {examples_text(metadata, key)}"
         )
     if table.kinds[row] == Kind.VALUE:
         return ValueContent(key, row)

@@ -24,6 +24,7 @@ from ..storage import Folders, LocalStorage, local_path
 from ..storage.base import Storage
 from ..tree.paths import plain_key
 from ..tree.values import from_jsonable
+from ..visible import visible
 from .contents import examples_text
 
 __all__ = [
@@ -171,7 +172,8 @@ def checkpoint_facts(storage: Storage, unique_id: int | None, pattern: str | Non
     left_out = {key: reason for key, reason in left_out.items() if matches(key, pattern)}
     if pattern is not None and not (tensors or values or left_out):
         examples = examples_text(metadata, pattern)
-        raise CheckpointNotFoundError(f"no key of checkpoint {metadata.unique_id} matches {pattern!r}; {examples}")
+        asked = f"no key of checkpoint {metadata.unique_id} matches '{visible(pattern)}'"
+        raise CheckpointNotFoundError(f"{asked}; {examples}")
     ids = committed_ids(storage)
     if metadata.format != "native":  # those of our own are not beside others in any list, but they are in the folder
         ids = sorted({*ids, *foreign_ids(storage), metadata.unique_id})

@@ -14,7 +14,7 @@ from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
 from paddle_dist_ckpt.core.layouts import Layout
 from test.cli.commands import answer, fails, run, save_model
-from test.jobs import data_files, make_array
+from test.jobs import data_files, make_array, save_alone
 
 COUNTING = np.arange(60, dtype=np.float32).reshape(10, 6)
 
@@ -124,6 +124,12 @@ def test_wrong_keys_and_slices(tmp_path: Path) -> None:
     save_model(tmp_path, {"weight": COUNTING}, step=7)
     assert "has no key 'setp'; there are, for example: step\n" in fails("cat", tmp_path, "setp")
     assert "has no key 'model.wieght'; there are, for example: model.weight" in fails("cat", tmp_path, "model.wieght")
+    save_alone({r"back\slash": 1}, tmp_path / "escaped")
+    assert r"has no key 'back\slash'; there are, for example: back\\slash" in fails(
+        "cat", tmp_path / "escaped", r"back\slash"
+    )
+    asked = fails("inspect", tmp_path / "escaped", r"back\slash")
+    assert r"no key of checkpoint 0 matches 'back\slash'; there are, for example: back\\slash" in asked
     for wrong in ("10", "-11", "0,6", "0,0,0", "0,0,0,...", "...,...", "x", "::2", "0,"):
         fails("cat", tmp_path, "model.weight", "--slice", wrong)
 
