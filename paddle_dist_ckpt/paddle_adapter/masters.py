@@ -23,10 +23,10 @@ from ..tree.state_dict import Leaves
 from .objects import MASTERS, own_tensors, parameters_of
 from .placement import layout_of, local_box, mesh_coordinate
 from .sharded_weight import WeightPart, is_sharded_weight
-from .static_program import is_program, program_layer
+from .static_program import is_program, program_layer, program_state
 from .wrappers import INNER, unwrapped, without_data_parallel
 
-__all__ = ["copies_of", "renew_masters"]
+__all__ = ["copies_of", "renew_masters", "renew_masters_of_program"]
 
 Names = Callable[[Sequence[Any]], Sequence[str | None]]
 
@@ -59,6 +59,14 @@ def renew_masters(
         if id(source) in filled and id(target) in lacking and _set_part(target, parameter, master):
             done.add(id(target))
     return done
+
+
+def renew_masters_of_program(model: Any, names: Names, rank: int) -> None:
+    """Set the master weights of a program that is not in train mode, and of which a load has filled the parameters
+    alone, to these, where they are other numbers."""
+    if is_program(model) and model._mode != "train":
+        for parameter, master in _named_alike(list(program_state(model, "", of_any_mode=True).values()), names):
+            _set_to(master, parameter, rank, if_other=True)
 
 
 def _of_optimizer(opened: OpenedObject) -> Iterator[tuple[Any, Any]]:
@@ -139,9 +147,9 @@ def _set_part(target: Any, parameter: Any, master: Any) -> bool:
     return True
 
 
-def _set_to(master: Any, parameter: Any, rank: int) -> bool:
+def _set_to(master: Any, parameter: Any, rank: int, if_other: bool = False) -> bool:
     """Set this rank's part of a master weight, which may be nothing, to that of its parameter, each in its own memory,
-    if this rank has that."""
+    if this rank has that; where ``if_other``, only if it is not the parameter but for what that cannot hold."""
     own, wanted = _box(parameter, rank), _box(master, rank)
     if wanted is None or not wanted.size:
         return True
@@ -150,8 +158,9 @@ def _set_to(master: Any, parameter: Any, rank: int) -> bool:
         return False
     source, target = (one._local_value() if one.is_dist() else one for one in (parameter, master))
     with paddle.no_grad():
-        cast = source.cast(target.dtype)
-        paddle.assign(cast if own == wanted else cast[wanted.relative_to(own.offset).slices], target)
+        part = source if own == wanted else source[wanted.relative_to(own.offset).slices]
+        if not if_other or not bool((part.cast(target.dtype) == target.cast(part.dtype).cast(target.dtype)).all()):
+            paddle.assign(part.cast(target.dtype), target)
     return True
 
 

@@ -27,7 +27,7 @@ from . import objects
 from .device import at_device, has_devices, is_on_device
 from .device_copies import PaddleDevices
 from .identity import KnownTensor, TensorIdentity, addresses_of, have_rest, looks_of, read
-from .masters import renew_masters
+from .masters import renew_masters, renew_masters_of_program
 from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
 from .sharded_weight import WeightPart, is_sharded_weight
 from .static_program import SLICE, is_program, program_state, variables_by_address
@@ -88,7 +88,6 @@ class PaddleAdapter:
     is_defined_by_user = staticmethod(objects.is_defined_by_user)
     needs_all_entries = staticmethod(objects.needs_all_entries)
     make_entries = staticmethod(objects.make_accumulators)
-    restore = staticmethod(objects.restore)
 
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
         """See :class:`..tree.state_dict.Adapter`."""
@@ -104,6 +103,12 @@ class PaddleAdapter:
             return ObjectKind.PROGRAM, program_state(value, key, self._of_any_mode)
         kind = ObjectKind.FIXED if isinstance(value, paddle.nn.Layer) else ObjectKind.FREE
         return kind, state_of(value, key)
+
+    def restore(self, value: Any, state: dict[Any, Any]) -> list[str]:
+        """See :class:`..tree.state_dict.Adapter`."""
+        not_taken = objects.restore(value, state)
+        renew_masters_of_program(value, self.names, self._rank)
+        return not_taken
 
     def parameters(self, value: Any) -> list[int]:
         """See :class:`..tree.state_dict.Adapter`."""

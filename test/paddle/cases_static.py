@@ -100,11 +100,13 @@ def save_weights(run: Run) -> None:
     save_state_dict({"model": _Job(run).net}, str(run.save))
 
 
-def load_weights(run: Run) -> list[tuple[float, float]]:
-    """Load what has no master weights into a program that has; gives the sums of each parameter and its master."""
-    program = _Job(run).program
+def load_weights(run: Run, mode: str) -> list[tuple[float, float]]:
+    """Load what has no master weights into a program that has, in a mode; gives the sums of each parameter and its
+    master."""
+    program = _Job(run, mode).program
     options = LoadOptions(allow_missing=["*.master_weight", "*learning_rate*"])
     load_state_dict({"model": program}, str(run.load), options=options)
+    program.train()
     sums = {key: float(one._local_value().cast("float32").sum()) for key, one in program.state_dict().items()}
     masters = sorted(value for key, value in sums.items() if "_fp32_master_" in key)
     parameters = sorted(value for key, value in sums.items() if key.endswith((".weight", ".bias")))

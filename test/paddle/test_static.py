@@ -164,10 +164,13 @@ def test_master_weights_go_on(train: Train, saved: Saved, source: str, destinati
 
 
 @lacks(LATER_THAN_3_0, "cannot add up bfloat16 among ranks on CPU")
-def test_master_weights_follow_parameters_that_are_loaded_without_them(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_master_weights_follow_parameters_that_are_loaded_without_them(
+    ranks: RankPool, tmp_path: Path, mode: str
+) -> None:
     ranks.run(cases.save_weights, Run(form="objects", layout="mp4", half=True, save=str(tmp_path)))
     run = Run(form="program", layout="mp4", half=True, seed=1, load=str(tmp_path))
-    for pairs in ranks.run(cases.load_weights, run):
+    for pairs in ranks.run(cases.load_weights, run, mode):
         assert len(pairs) > 3
         assert all(parameter == master for parameter, master in pairs)
 
