@@ -23,7 +23,7 @@ from ..tree.state_dict import Leaves
 from .objects import MASTERS, own_tensors, parameters_of
 from .placement import layout_of, local_box, mesh_coordinate
 from .sharded_weight import WeightPart, is_sharded_weight
-from .static_program import is_program, program_layer, program_state
+from .static_program import all_of_program, is_program, program_layer
 from .wrappers import INNER, unwrapped, without_data_parallel
 
 __all__ = ["copies_of", "renew_masters", "renew_masters_of_program"]
@@ -65,7 +65,7 @@ def renew_masters_of_program(model: Any, names: Names, rank: int) -> None:
     """Set the master weights of a program that is not in train mode, and of which a load has filled the parameters
     alone, to these, where they are other numbers."""
     if is_program(model) and model._mode != "train":
-        for parameter, master in _named_alike(list(program_state(model, "", of_any_mode=True).values()), names):
+        for parameter, master in _named_alike(list(all_of_program(model).values()), names):
             _set_to(master, parameter, rank, if_other=True)
 
 

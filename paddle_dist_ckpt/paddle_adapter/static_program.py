@@ -17,6 +17,7 @@ from ..errors import UnsupportedValueError
 __all__ = [
     "SCHEDULER",
     "SLICE",
+    "all_of_program",
     "is_program",
     "program_layer",
     "program_scheduler",
@@ -53,24 +54,18 @@ def program_state(model: Any, key: str, of_any_mode: bool = False) -> dict[str, 
     Raises:
         UnsupportedValueError: it has no state yet, or ranks have different parts of it under one name.
     """
-    engine: Any = getattr(model, "_engine", None)
+    engine = getattr(model, "_engine", None)
     if getattr(model, "_mode", None) is None or getattr(engine, "_executor", True) is None:
         raise UnsupportedValueError(
             f"{key}: this DistModel has no state yet: only train() moves the layer's parameters into the program; call "
             "it first, and then eval() or predict() if you need these"
         )
-    mode = getattr(engine, "_mode", None)
     try:
-        if of_any_mode:
-            engine._mode = "train"
-        state = dict(model.state_dict())
+        state = all_of_program(model) if of_any_mode else dict(model.state_dict())
     except Exception as error:
         raise UnsupportedValueError(
             f"{key}: this DistModel has no state ({type(error).__name__}: {error}); was it set to train() before?"
         ) from error
-    finally:
-        if of_any_mode:
-            engine._mode = mode
     fused = next((name for name in state if SLICE in name), None)
     if fused is not None:
         raise UnsupportedValueError(
@@ -84,6 +79,17 @@ def program_state(model: Any, key: str, of_any_mode: bool = False) -> dict[str, 
     if scheduler is not None and SCHEDULER not in state:
         state[SCHEDULER] = scheduler.state_dict()
     return state
+
+
+def all_of_program(model: Any) -> dict[str, Any]:
+    """What Paddle gives of a DistModel in train mode, in whatever mode it is."""
+    engine = model._engine
+    mode = engine._mode
+    try:
+        engine._mode = "train"
+        return dict(model.state_dict())
+    finally:
+        engine._mode = mode
 
 
 def _leave_out_constants(model: Any, state: dict[str, Any]) -> None:
