@@ -31,7 +31,7 @@ from ..options import LoadOptions, SaveOptions, as_integer, as_number
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..saving.save import After
-from ..storage import LocalStorage, as_storage, bounded_folders
+from ..storage import LocalStorage, bounded_folders, local_path
 from ..wiring import (
     Find,
     check_bool,
@@ -132,10 +132,8 @@ class CheckpointManager:
         with self._session("CheckpointManager") as made, made as session:
             check()  # all of this in the session, so that the other ranks hear of it
             check_bool("async_save", async_save)
-            folder = as_storage(root)
-            if not isinstance(folder, LocalStorage):
-                raise TypeError(f"root must be a str or a PathLike, not {type(root).__name__}")
-            self._root = Path(folder.location)  # absolute, for the working directory may change
+            place = root.location if isinstance(root, LocalStorage) else local_path(root, "root")
+            self._root = Path(place)  # absolute, for the working directory may change
             self._retention = Retention(keep_last, keep_every, best)
             save_interval_steps = checked_count("save_interval_steps", save_interval_steps)
             check_seconds(save_interval_seconds)

@@ -25,7 +25,7 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
             with ``~``, and there is no home folder.
         FileNotFoundError: it is relative, and the current folder has been removed.
     """
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"{name} must be a str or a PathLike of one, not {type(text).__name__}")
     if _URL.match(text):

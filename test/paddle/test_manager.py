@@ -30,6 +30,7 @@ from paddle_dist_ckpt import (
     LocalStorage,
     SaveOptions,
     SaveReport,
+    export,
     load_state_dict,
     read_metadata,
     save_state_dict,
@@ -1434,8 +1435,13 @@ def test_a_process_that_ends_without_close_has_saved(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_manager_is_a_path(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="root must be a str or a PathLike, not FaultyStorage"):
+    with pytest.raises(TypeError, match="root must be a str or a PathLike of one, not FaultyStorage"):
         CheckpointManager(FaultyStorage(tmp_path, lambda operation, name: None))
+    for wrong in (5, None, b"steps"):
+        with pytest.raises(TypeError, match=f"root must be a str or a PathLike of one, not {type(wrong).__name__}"):
+            CheckpointManager(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="out must be a str or a PathLike of one, not int"):
+        export(tmp_path, 5)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
