@@ -72,6 +72,27 @@ class AppointmentTests:
         assert len(outcomes[0]) == 2
         assert list(outcomes.values()) == [outcomes[0]] * RANKS
 
+    def test_a_step_may_be_reached_again(self, group: HubGroup) -> None:
+        def work(hub: Any, rank: int) -> list[bool]:
+            appointments = hub.appointments("t", LONG)
+            found = first_appointment(appointments, 5 if rank == 1 else None)
+            return [appointments.reach(step) for step in (found, found, found + 1, found + 1)]
+
+        assert run(group, work) == {rank: [True, True, False, False] for rank in range(RANKS)}
+
+    def test_where_steps_fall_back_there_are_none_before_those_that_were_reached(self, group: HubGroup) -> None:
+        together = threading.Barrier(RANKS)
+
+        def work(hub: Any, rank: int) -> int:
+            appointments = hub.appointments("t", LONG)
+            assert not any(appointments.reach(step) for step in range(100))
+            together.wait(AT_ONCE)
+            return first_appointment(appointments, 10 if rank == 1 else None)
+
+        outcomes = run(group, work)
+        assert set(outcomes.values()) == {outcomes[0]}
+        assert outcomes[0] >= 100
+
     def test_a_rank_without_connection_holds_up_nobody(self, group: HubGroup) -> None:
         assert_works(group)
         group.cut(3)
