@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -98,6 +99,37 @@ def from_pretrained(job: Job, folder: str) -> Outcome:
             kind_of_model = LlamaForCausalLMPipe if job.layout == STAGES else LlamaForCausalLM
             model = kind_of_model.from_pretrained(folder, config=config_of(job.layout), dtype=kind)
         return Outcome([], {key: part_of(weight) for key, weight in model.sharded_state_dict().items()})
+
+
+def averages_for_zero_cost(job: Job, pretend: bool) -> list[str]:
+    """What zero-cost checkpoints, which need a device, are given of the moving averages at the step to resume from:
+    the file to read, or the names of tensors.
+
+    Args:
+        pretend: Whether the Trainer is to believe that it is on ranks in another layout.
+    """
+    found: list[str] = []
+
+    def begin(model: Any, checkpoint: str) -> None:
+        trainer.zcc_manager = SimpleNamespace(
+            set_ema_state_dict=found.append, set_ema_shared_memory=lambda tensors, **_: found.extend(sorted(tensors))
+        )
+        trainer._handle_checkpoint_resume(checkpoint)
+        raise StopIteration
+
+    with place(job), ExitStack() as stack:
+        stack.enter_context(patch.object(paddle.Tensor, "cpu", paddle.clone))
+        if pretend:
+            other = patch.object(
+                formers_trainer.DistInfoCollectorValidator, "check_same_strategy", lambda *_: (False, "")
+            )
+            stack.enter_context(other)
+        trainer = make_trainer(job)
+        trainer.args.enable_zero_cost_checkpoint, trainer.create_zcc_manager = True, begin
+        trainer.hcg = fleet.get_hybrid_communicate_group()
+        with suppress(StopIteration):
+            trainer.train(resume_from_checkpoint=job.resume)
+        return found
 
 
 def train_and_keep(job: Job) -> tuple[Outcome, TinyTrainer]:

@@ -141,3 +141,24 @@ def test_moving_averages(
     outcomes = run("train", Job(target, str(tmp_path), begin, reader == "ours", ema=True, **KINDS[kind]))
     assert_resumed(outcomes, expected)
     assert sum(key.startswith("average of ") for key in whole(outcomes)) >= 20
+
+
+@pytest.mark.parametrize("pretend", [False, True])
+@ways
+def test_moving_averages_of_a_job_that_goes_over_to_zero_cost_checkpoints(
+    run: Run, jobs: Jobs, tmp_path: Path, writer: str, reader: str, pretend: bool
+) -> None:
+    """They are read from Paddle's data files, which there are none of here, or as by any load."""
+    layout, kind = "sharding2 of version 2", "bfloat16"
+    folder, _ = jobs.trained(kind, layout, writer == "ours", ema=True)
+    averages = {"zcc_save_ema_coef": 0.75}
+    job = Job(layout, str(tmp_path), str(folder / "checkpoint-2"), reader == "ours", arguments=averages, **KINDS[kind])
+    first, second = run("averages_for_zero_cost", job, pretend)
+    if pretend:
+        assert len({*first, *second}) >= 20
+        assert all(name.endswith(".weight.w_0") for name in (*first, *second))
+    elif writer == "ours":
+        assert first == second == []
+    else:
+        files = folder / "checkpoint-2" / "ema_state"
+        assert [first, second] == [[str(files / "0_0.distcp")], [str(files / "1_0.distcp")]]
