@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from paddle_dist_ckpt.control import AgreedHub, RefusingHub
+from paddle_dist_ckpt.control.board import Board
 from paddle_dist_ckpt.control.session import Ending, Session
 from paddle_dist_ckpt.core.protocols import ControlHub
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError
-from paddle_dist_ckpt.testing.in_process import InProcessHub, InProcessWorld
+from paddle_dist_ckpt.testing.in_process import InProcessWorld
 
 RANKS = 3
 LONG = 200.0
@@ -226,7 +227,7 @@ def test_a_rank_that_fails_between_the_agreement_and_its_own_session_is_told_to_
 
     def fail_once(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
-            of_own = not isinstance(given[0], InProcessHub) or given[0].coordinator == 1
+            of_own = not isinstance(given[0], Board) or given[0].coordinator == 1
             if of_own and threading.current_thread().name.startswith("victim") and not failed.is_set():
                 failed.set()
                 raise KeyboardInterrupt
@@ -237,7 +238,7 @@ def test_a_rank_that_fails_between_the_agreement_and_its_own_session_is_told_to_
     if place == "made_by":
         monkeypatch.setattr(job, place, fail_once(job.made_by))
     else:
-        owner: Any = Session if place == "wait_to_be_followed" else InProcessHub
+        owner: Any = Session if place == "wait_to_be_followed" else Board
         monkeypatch.setattr(owner, place, fail_once(getattr(owner, place)))
     results = job.call(dict.fromkeys(range(RANKS), 1), victim=victim)
     assert failed.is_set()
