@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from paddle_dist_ckpt.control.appointment import Attendance
+from paddle_dist_ckpt.control.session import Session
 from paddle_dist_ckpt.testing.hub_conformance import HubConformance
 from test.control.groups import InProcessGroup, TcpGroup
 
@@ -53,3 +55,22 @@ def test_a_broken_promise_is_found(kind: type[Attendance], test: str, monkeypatc
     monkeypatch.setattr("paddle_dist_ckpt.control.appointment.Attendance", kind)
     with pytest.raises(AssertionError):
         getattr(HubConformance, test)(HubConformance(), InProcessGroup())
+
+
+def test_a_session_that_does_a_rounds_work_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = Session.gather_scatter
+
+    def twice(self: Session, name: str, local: Any, combine: Any) -> bytes:
+        return once(self, name, lambda: local() and local(), combine)
+
+    monkeypatch.setattr(Session, "gather_scatter", twice)
+    with pytest.raises(AssertionError):
+        HubConformance().test_every_rank_gets_its_own_reply_in_every_round(InProcessGroup())
+
+
+def test_a_session_that_does_not_end_its_collectives_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "end_collectives", lambda self: None)
+    with pytest.raises(AssertionError):
+        HubConformance().test_collectives_wait_for_sessions_that_other_threads_opened_before(
+            InProcessGroup(), "end_collectives"
+        )

@@ -166,8 +166,8 @@ class ConcurrencyTests:
                         session.run_collectives(NoTransport(), lambda transfers: done.append("earlier"))
                     if how == "end_collectives":
                         session.end_collectives()
-                    if how != "close":
-                        assert may_end.wait(10)
+                    if how != "close" and not may_end.wait(10):
+                        done.append("the later one waits for this one's end")
 
             thread = threading.Thread(target=earlier)
             thread.start()

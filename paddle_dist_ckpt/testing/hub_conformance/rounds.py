@@ -42,15 +42,23 @@ class RoundTests:
 
     def test_every_rank_gets_its_own_reply_in_every_round(self, group: HubGroup) -> None:
         def work(hub: Any, rank: int) -> list[bytes]:
+            called: list[str] = []
+
+            def local() -> bytes:
+                called.append("local")
+                return b"%d" % rank
+
             with hub.session("save", LONG) as session:
                 assert (session.rank, session.ranks, session.coordinator) == (rank, (0, 1, 2, 3), 0)
 
                 def combine(parts: Mapping[int, bytes]) -> Mapping[int, bytes]:
-                    assert rank == 0
+                    called.append("combine")
                     everything = b",".join(parts[source] for source in sorted(parts))
                     return {target: everything + b">%d" % target for target in parts}
 
-                return [session.gather_scatter(f"r{i}", lambda: b"%d" % rank, combine) for i in range(20)]
+                replies = [session.gather_scatter(f"r{i}", local, combine) for i in range(20)]
+            assert called == (["local"] if rank else ["local", "combine"]) * 20, "each of them once"
+            return replies
 
         assert run(group, work) == {rank: [b"0,1,2,3>%d" % rank] * 20 for rank in range(RANKS)}
 
