@@ -10,6 +10,7 @@ made is kept with ``paddle.distributed`` itself, for there is only one for the p
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 import threading
@@ -64,6 +65,8 @@ class Replacement(AbstractContextManager["Replacement"]):
             return (function if self._active else self._former[name])(*args, **kwargs)
 
         former = self._former[name]
+        # inspect.getfullargspec does not look at what is wrapped.
+        call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
         call.__module__ = getattr(former, "__module__", call.__module__)
         call.__qualname__ = getattr(former, "__qualname__", call.__qualname__)
         return call
