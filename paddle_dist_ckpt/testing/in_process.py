@@ -15,7 +15,7 @@ from ..control.board import Board
 from ..control.wire import Message
 from .in_process_transport import InProcessTransport, Pipes
 
-__all__ = ["InProcessHub", "InProcessWorld"]
+__all__ = ["InProcessWorld"]
 
 
 class InProcessWorld:
