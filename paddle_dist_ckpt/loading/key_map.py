@@ -82,8 +82,8 @@ def matched(key_map: KeyMap | None, keys: Iterable[str]) -> dict[str, bool]:
 
 
 def unheard(key_map: KeyMap | None, entries: Mapping[str, tuple[str, str | None]]) -> list[str]:
-    """The flat keys of entries of objects of which a function says something else than of their objects, with which
-    they go.
+    """The flat keys of entries of objects of which a function says something, and something else than of their objects,
+    with which they go. That an entry is stored under its own key it says of all that it does not know, too.
 
     Args:
         entries: The flat key of each one's object, and that of what is stored for this, by the entries' flat keys.
@@ -93,7 +93,7 @@ def unheard(key_map: KeyMap | None, entries: Mapping[str, tuple[str, str | None]
         return found
     for key, (owner, stored) in entries.items():
         with suppress(Exception):  # it may know of the keys alone that are asked for
-            if key_map(key) != (None if stored is None else stored + key[len(owner) :]):
+            if key_map(key) not in (key, None if stored is None else stored + key[len(owner) :]):
                 found.append(key)
     return found
 

@@ -256,6 +256,8 @@ def test_what_a_function_says_of_entries_that_go_with_their_object_matches_nothi
         (lambda key: f"other.{key}", 2),
         (lambda key: key.replace("counter", "other.counter"), 2),
         ({"counter": "other.counter"}.__getitem__, 2),  # which knows of no other key
+        (lambda key: {"counter": "other.counter"}.get(key, key), 2),
+        (lambda key: None if key == "counter" else key, 9),
     ],
 )
 def test_a_function_that_says_the_same_of_an_object_and_its_entries(
