@@ -51,7 +51,7 @@ class ValueAnswers:
         may_be_missing: Whether what has a flat key need not be there.
 
     Attributes:
-        asked: The paths of values that ranks were given, as far as `.metadata` has them itself.
+        asked: The stored paths of values, and of arrays of objects, that ranks were given.
         without_tensors: The stored paths of containers in which a rank's state_dict has no entries, or none but of a
             learning rate's scheduler, as that of an optimizer before its first step.
     """
@@ -235,9 +235,9 @@ class ValueAnswers:
 
     def _take(self, stored: str, wanted: str, found: Draft) -> None:
         """Take a value, or an array of an object."""
+        self.asked.add(stored)
         if stored in self._stored.values:
             found.values[wanted] = self._stored.values[stored]
-            self.asked.add(stored)
         else:
             found.tensors.add(self._stored.index[stored])
             found.renamed.setdefault(stored, []).append(wanted)

@@ -363,7 +363,7 @@ def test_a_list_of_objects_and_one_of_what_they_return_can_load_each_other(tmp_p
             assert alike([nested["l"]["in"][0], nested["l"]["in"][1].state, nested["l"]["in"][2]], states)
 
 
-@pytest.mark.parametrize("large", [0, 2000])
+@pytest.mark.parametrize("large", [0, 5000])
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_key_map_says_where_a_list_of_what_objects_return_is(tmp_path: Path, kind: Any, large: int) -> None:
     states = kind([{"n": 3}, {"n": 4, "l": [5] * (large + 1)}])
