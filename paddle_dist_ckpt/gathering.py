@@ -14,19 +14,17 @@ from typing import Any
 
 from .control.rounds import check_same
 from .core.protocols import ControlSession
-from .loading import key_map
 from .loading.load import load
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
-from .loading.wanted import collect
+from .loading.wanted import collect, keys_of_own
 from .loading.whole import load_on
 from .options import LoadOptions, SaveOptions, as_integer, takes
 from .reports import LoadReport
 from .saving.present import Filled, present
 from .tree.building import build_tree
 from .tree.own_values import with_own
-from .tree.paths import plain_key
-from .tree.state_dict import Leaves, PerRank, flatten
+from .tree.state_dict import Leaves, flatten
 from .wiring import arranger_of, check_bool, connected, enter_with
 
 __all__ = ["gather_state_dict", "scatter_state_dict"]
@@ -154,11 +152,7 @@ def scatter_state_dict(
             return leaves if frozen else without_frozen(leaves)
 
         def own() -> list[str]:
-            leaves = wanted()  # on all ranks, which may make accumulators together
-            pairs = zip(leaves.value_paths, leaves.values, strict=True)
-            keys = {path: plain_key(path) for path, value in pairs if isinstance(value, PerRank)}
-            moved, skipped = key_map.apply(options.key_map, keys)
-            return [moved.get(path, key) for path, key in keys.items() if path not in skipped]
+            return keys_of_own(wanted(), options.key_map)  # on all ranks, which may make accumulators together
 
         own_of_all = _together(session, own)  # who has the values need not have one there itself
 

@@ -23,7 +23,7 @@ from . import key_map
 from .messages import LoadAnswer, Mismatch, WantedRecord
 from .recipes import Matching, match_recipes
 
-__all__ = ["WantedState", "collect"]
+__all__ = ["WantedState", "collect", "keys_of_own"]
 
 _LONGEST_TEXT = 1000  # of a recipe that is compared with those of other ranks
 
@@ -180,6 +180,23 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
     }
     wanted.may_be_missing = key_map.matcher(options.allow_missing)
     return wanted
+
+
+def keys_of_own(leaves: Leaves, said: key_map.KeyMap | None) -> list[str]:
+    """The flat keys under which what this rank has of its own is stored, but for what the key_map leaves as it is."""
+    objects = {opened.path: opened for opened in leaves.objects}
+    told: dict[str, str] = {}  # with which key it goes, see _flat_keys
+    for path, value in zip(leaves.value_paths, leaves.values, strict=True):
+        if isinstance(value, PerRank):
+            owner = owner_of(path, objects)
+            told[path] = owner if owner is not None and objects[owner].kind is ObjectKind.FREE else path
+    keys = {one: plain_key(one) for one in told.values()}
+    moved, skipped = key_map.apply(said, keys)
+    return [
+        moved.get(one, keys[one]) + plain_key(path)[len(keys[one]) :]
+        for path, one in told.items()
+        if one not in skipped
+    ]
 
 
 def _distributed(tensors: LocalTensors) -> Iterator[str]:

@@ -297,6 +297,25 @@ def test_own_values_under_other_keys(whole: Any, state: Any, key_map: Any) -> No
     assert (found["new"] if isinstance(found, dict) else found) == PerRank(5)
 
 
+class Counter:
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"own": PerRank(None), "n": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("key_map", [{"o": "x"}, {"o": "x"}.__getitem__, lambda key: {"o": "x"}.get(key, key)])
+def test_own_values_of_an_object_under_another_key(key_map: Any) -> None:
+    """They go with the object, of whose key alone a function may know."""
+    counter = Counter()
+    scatter_state_dict({"x": {"own": {0: 5}, "n": 1}}, {"o": counter}, options=LoadOptions(key_map=key_map))
+    assert counter.state == {"own": PerRank(5), "n": 1}
+
+
 def test_own_values_of_fewer_ranks_by_rank(pool: RankPool) -> None:
     """As those of a checkpoint that fewer ranks have saved: the others keep what they have."""
     assert pool.run(cases.own_of_fewer_ranks, ranks=RANKS) == [("a", ()), ("mine", ("more",))]
