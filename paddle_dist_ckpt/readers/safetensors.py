@@ -23,11 +23,12 @@ are of torch: there the model's `config.json` tells that it is of bfloat16.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -115,9 +116,10 @@ class SafetensorsReader:
             raise CheckpointNotFoundError(f"{storage.location} has no safetensors files of a checkpoint {unique_id}")
         budget = Budget()
         assembly = Assembly(storage, names, budget)
+        of_bfloat16 = functools.cache(functools.partial(_is_of_bfloat16, storage, frozenset(names)))
         for kind, sources in kinds.items():
             parents: tuple[Part, ...] = (kind,) if len(kinds) > 1 else ()
-            found, refused = _entries(storage, set(names), sources, budget)
+            found, refused = _entries(storage, set(names), sources, budget, of_bfloat16)
             for key, entries in found.items():
                 several = _several(key, entries)
                 if several is not None and key not in refused:
@@ -146,7 +148,7 @@ def _kinds(names: Collection[str]) -> dict[str, _StateFiles]:
 
 
 def _entries(
-    storage: Storage, names: set[str], sources: _StateFiles, budget: Budget
+    storage: Storage, names: set[str], sources: _StateFiles, budget: Budget, is_of_bfloat16: Callable[[], bool]
 ) -> tuple[dict[str, list[_Entry]], dict[str, tuple[str, str]]]:
     """The entries of each key, usually one, and the keys that cannot be held, each with a file and the reason."""
     if len(sources.indexes) > 1:
@@ -157,19 +159,24 @@ def _entries(
     weight_map, files = _meant(storage, names, sources, budget)
     found: dict[str, list[_Entry]] = {}
     refused: dict[str, tuple[str, str]] = {}
+    as_numpy, unclear, has_bfloat16 = set[str](), set[str](), False  # the former two with uint16, and without bfloat16
     for name in files:
         with WindowedFile(storage, name, budget) as file:
             header = read_safetensors_header(file)
         offsets = _offsets(header, name)
-        entries = header.entries
-        is_as_numpy = header.metadata.get("format") == "np"
-        if _has_uint16_alone(header) and (is_as_numpy or _is_of_bfloat16(storage, names, budget)):
-            entries = _as_bfloat16(entries)
-        for key, entry in entries.items():
+        dtypes = {entry.dtype.name for entry in header.entries.values()}
+        if "bfloat16" in dtypes:
+            has_bfloat16 = True
+        elif "uint16" in dtypes:
+            (as_numpy if header.metadata.get("format") == "np" else unclear).add(name)
+        for key, entry in header.entries.items():
             found.setdefault(key, []).append(_Entry(name, entry, offsets.get(key)))
         for key, reason in header.refused.items():
             if weight_map.get(key, name) == name:
                 refused[key] = name, reason
+    meant = as_numpy | unclear if unclear and not has_bfloat16 and is_of_bfloat16() else as_numpy
+    if meant:
+        found = {key: [_as_bfloat16(one) if one.file in meant else one for one in some] for key, some in found.items()}
     for key, name in weight_map.items():
         listed = [entry for entry in found.get(key, ()) if entry.file == name]
         if key in refused:
@@ -234,18 +241,12 @@ def _check_counted(files: Iterable[str]) -> None:
             )
 
 
-def _has_uint16_alone(header: SafetensorsHeader) -> bool:
-    """Whether there are entries of uint16, which may be meant as bfloat16, and none of that."""
-    names = {entry.dtype.name for entry in header.entries.values()}
-    return "uint16" in names and "bfloat16" not in names
-
-
-def _is_of_bfloat16(storage: Storage, names: set[str], budget: Budget) -> bool:
+def _is_of_bfloat16(storage: Storage, names: Collection[str]) -> bool:
     """Whether the model's configuration says so, which also lies beside a file that somebody has picked by name."""
     if _CONFIG not in names and not is_part(storage):
         return False
     try:
-        with WindowedFile(storage, _CONFIG, budget) as file:
+        with WindowedFile(storage, _CONFIG, Budget()) as file:  # of its own: without it, the model can be read as well
             text = file.read_large(0, file.size)
             spend_on_json(file, text)
         config = _CONFIG_DECODER.decode(text)
@@ -254,13 +255,11 @@ def _is_of_bfloat16(storage: Storage, names: set[str], budget: Budget) -> bool:
     return "bfloat16" in (config.dtype, config.torch_dtype)
 
 
-def _as_bfloat16(entries: dict[str, HeaderEntry]) -> dict[str, HeaderEntry]:
-    """The entries, those of uint16 as what a library means that has to store bfloat16 so."""
-    of_bfloat16 = DTYPES["bfloat16"]
-    return {
-        key: entry._replace(dtype=of_bfloat16) if entry.dtype.name == "uint16" else entry
-        for key, entry in entries.items()
-    }
+def _as_bfloat16(found: _Entry) -> _Entry:
+    """An entry, of bfloat16 in place of uint16, as a library means it that has to store that so."""
+    if found.entry.dtype.name != "uint16":
+        return found
+    return found._replace(entry=found.entry._replace(dtype=DTYPES["bfloat16"]))
 
 
 def _offsets(header: SafetensorsHeader, name: str) -> dict[str, tuple[int, ...]]:

@@ -429,6 +429,24 @@ def test_uint16_of_a_file_alone_is_what_it_is(tmp_path: Path) -> None:
     assert read_metadata(tmp_path / "model.safetensors").state_dict_metadata["w"][0].dtype == "uint16"
 
 
+def test_uint16_beside_bfloat16_in_another_file_is_what_it_is(tmp_path: Path) -> None:
+    """Who can write bfloat16 means uint16 by that, in whatever file it is."""
+    (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    save_file({"a": np.ones(2, np.uint16)}, tmp_path / "model-00001-of-00002.safetensors", {"format": "pt"})
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(file_of({"b": entry("BF16", [1], 0, 2)}, bytes(2)))
+    assert {tensor.path[0]: tensor.dtype.name for tensor in read(tmp_path).tensors} == {"a": "uint16", "b": "bfloat16"}
+
+
+@pytest.mark.parametrize(("labels", "expected"), [(20_000, "bfloat16"), (500_000, "uint16")])
+def test_a_large_configuration_has_no_model_refused(labels: int, expected: str, tmp_path: Path) -> None:
+    """It is read once, and what takes more time than its size has room for says nothing."""
+    config = {"torch_dtype": "bfloat16", "label2id": {str(i): i for i in range(labels)}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for i in range(30):
+        save_file({f"w{i}": np.ones(2, np.uint16)}, tmp_path / f"{i}.safetensors")
+    assert {tensor.dtype.name for tensor in read(tmp_path).tensors} == {expected}
+
+
 def test_each_file_says_for_itself_whether_its_uint16_is_bfloat16(tmp_path: Path) -> None:
     save_file({"a": np.ones(2, np.uint16)}, tmp_path / "model-00001-of-00002.safetensors", {"format": "np"})
     save_file({"b": np.ones(2, np.uint16)}, tmp_path / "model-00002-of-00002.safetensors", {"format": "pt"})
