@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..visible import visible
 from .arguments import CheckpointPath, Identifier, Json, alone_only
 from .documents import print_json
 from .output import count, human_bytes, print_columns, say, shape_text
@@ -67,7 +68,7 @@ def recipes(
     wanted = None if into is None else as_source(into)
     facts = recipes_facts(as_source(path), unique_id, read_rules(rules), wanted, pattern, cast)
     if pattern is not None and not (facts.made or facts.as_stored or facts.left or facts.problems):
-        raise CheckpointNotFoundError(f"no wanted tensor matches {pattern!r}")
+        raise CheckpointNotFoundError(f"no wanted tensor matches '{visible(pattern)}'")
     facts = replace(facts, path=local_path(path))
     print_json(facts) if json else _print(facts, everything)
     raise typer.Exit(1 if facts.problems else 0)

@@ -89,8 +89,8 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
     chosen = {path: rest for path in paths if (rest := below(path, prefix)) is not None}
     if not chosen and (paths or prefix is not None):
         raise CheckpointNotFoundError(
-            f"no key of checkpoint {metadata.unique_id} is below the prefix {prefix!r}; {_examples(metadata, paths)}"
-            f"{_hint_at_keys(metadata, prefix)}"
+            f"no key of checkpoint {metadata.unique_id} is below the prefix {_quoted(str(prefix))}; "
+            f"{_examples(metadata, paths)}{_hint_at_keys(metadata, prefix)}"
         )
     if keys is not None:
         matched = _matching({metadata.key(path): path for path in chosen}, keys)
@@ -105,8 +105,8 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
     if len(set(chosen.values())) < len(chosen):
         branches = {escaped_key(path.removesuffix(rest)) for path, rest in chosen.items()} - {prefix}
         raise CheckpointError(
-            f"below the prefix {prefix!r} there are equal keys from different branches; a prefix with its escapes, "
-            f"such as {min(branches)!r}, means one of them, and so do keys"
+            f"below the prefix {_quoted(str(prefix))} there are equal keys from different branches; a prefix with its "
+            f"escapes, such as {_quoted(min(branches))}, means one of them, and so do keys"
         )
     return chosen
 
@@ -187,7 +187,12 @@ def _hint_at_keys(metadata: Metadata, prefix: str | None) -> str:
 def _some(unmatched: list[str]) -> str:
     """Keys that match nothing, as a message names them: the first of very many."""
     more = len(unmatched) - _MOST_NAMED
-    return f"{unmatched[:_MOST_NAMED]} and {more:,} more" if more > 0 else str(unmatched)
+    return f"[{', '.join(map(_quoted, unmatched[:_MOST_NAMED]))}]" + (f" and {more:,} more" if more > 0 else "")
+
+
+def _quoted(text: str) -> str:
+    """What somebody has typed, or may type, without a backslash for each that is in it."""
+    return f"'{visible(text)}'"
 
 
 def _matching(paths: dict[str, str], keys: Collection[str]) -> dict[str, set[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from paddle_dist_ckpt import ExportReport, list_checkpoints, verify
 from test.cli.commands import answer, fails, run, save_model
-from test.jobs import files_in, load_whole, make_array, same_bits
+from test.jobs import files_in, load_whole, make_array, same_bits, save_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 ARRAYS = {"weight": make_array((40, 30)), "bias": make_array((7,), "int32"), "none": make_array((0, 3))}
@@ -109,6 +110,19 @@ def test_a_prefix_of_keys_that_are_not_nested_is_told_with_the_pattern_that_sele
     assert "keys=['model.*'] selects them, or --key 'model.*' of a command" in fails(*to, "--prefix", "model")
     assert "selects them" not in fails(*to, "--prefix", "modle")
     assert answer(*to, "--key", "model.*")["tensors"] == 1
+
+
+def test_keys_and_prefixes_are_named_as_they_are_typed(tmp_path: Path) -> None:
+    """Of several branches with a prefix, that of the error, passed to the command, means one."""
+    one, other = make_array((3,)), make_array((4,))
+    save_alone({"a.b": {"x": one}, "a": {"b": {"x": other}}}, tmp_path / "ckpt")
+    to = ("convert", tmp_path / "ckpt", tmp_path / "out", "--to", "safetensors")
+    told = re.search("such as '(.*)', means one of them", fails(*to, "--prefix", "a.b"))
+    assert told is not None
+    assert r"below the prefix 'b\.a'; there are" in fails(*to, "--prefix", r"b\.a")
+    assert r"no key matches ['a\.c']; there are" in fails(*to, "--key", r"a\.c")
+    run(*to, "--prefix", told[1])
+    assert same_bits(load_file(tmp_path / "out" / "model.safetensors")["x"], one)
 
 
 def test_a_place_that_is_taken(tmp_path: Path) -> None:
