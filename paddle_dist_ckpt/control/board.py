@@ -27,7 +27,6 @@ __all__ = ["Board"]
 
 T = TypeVar("T")
 _FAREWELL_SECONDS = 5.0
-_SHORTEST_TIMEOUT = 1.0  # of beats there are ten in that time from each rank to the coordinator, and as many back
 ToCoordinator = wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye | wire.Received | wire.Whereabouts
 
 
@@ -133,7 +132,6 @@ class Board(ABC):
         after a call that one of them has not opened here.
         """
         number = max(self._opened, max(self._sessions, default=-1) + 1, least)
-        timeout = max(timeout, _SHORTEST_TIMEOUT)
         made = MemberSession(number, kind, self.rank, self.coordinator, timeout, time.monotonic())
         made.opener = threading.get_ident()
         return made

@@ -21,11 +21,22 @@ from .wire import ErrorRecord
 if TYPE_CHECKING:
     from .board import Board
 
-__all__ = ["LONGEST_WAIT", "BoardAppointments", "Ending", "Session", "check_payload", "check_replies", "check_topic"]
+__all__ = [
+    "LONGEST_WAIT",
+    "SHORTEST_TIMEOUT",
+    "BoardAppointments",
+    "Ending",
+    "Session",
+    "check_payload",
+    "check_replies",
+    "check_topic",
+]
 
 T = TypeVar("T")
 LONGEST_WAIT = 3600.0
 """In seconds: what the operating system takes as a timeout is bounded."""
+SHORTEST_TIMEOUT = 1.0
+"""In seconds: of beats there are ten in that time from each rank to the coordinator, and as many back."""
 _POLL_SECONDS = 0.02
 
 
@@ -99,7 +110,7 @@ class Session:
         self.rank, self.ranks, self.coordinator = board.rank, board.ranks, board.coordinator
         self._board = board
         self._kind = kind
-        self._timeout = timeout
+        self._timeout = max(timeout, SHORTEST_TIMEOUT)
         self._transports: list[Transport] = []
         self._place = place
         self._is_open = False
@@ -346,7 +357,7 @@ class BoardAppointments:
 
     def __init__(self, board: Board, topic: str, timeout: float) -> None:
         self._board = board
-        self._timeout = timeout
+        self._timeout = max(timeout, SHORTEST_TIMEOUT)
         with board.lock:
             self._attendance = board.attendances.next(check_topic(topic))
         self._closed = False

@@ -26,6 +26,7 @@ from paddle.distributed.communication.group import Group, _GroupManager
 from ..control import AgreedHub, RefusingHub, TcpHub
 from ..control.bootstrap import not_set_up, unreachable
 from ..control.ranks import Ranks
+from ..control.session import SHORTEST_TIMEOUT
 from ..core.protocols import ControlHub
 from ..errors import CheckpointError, RankFailureError
 from ..options import as_integer
@@ -192,6 +193,7 @@ def _hub(
     It is made on a thread, which no interrupt reaches. An interrupted rank that made it anew would leave the others
     with the address of one that is gone, or find its own place taken.
     """
+    timeout = max(timeout, SHORTEST_TIMEOUT)
     attempts = kept.attempts.get(coordinator, 0)
     kept.attempts[coordinator] = attempts + 1  # a call that fails here counts, or this rank would be a call behind
     making = kept.making.setdefault(coordinator, threading.Lock())

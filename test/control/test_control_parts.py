@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.control import NoTransport, SoloHub, failures, keys, verified, wire
+from paddle_dist_ckpt.control import session as control_session
 from paddle_dist_ckpt.control.connection import Connection
 from paddle_dist_ckpt.control.coordinator import GRACE, CoordinatorSession
 from paddle_dist_ckpt.control.coordinator_table import CoordinatorTable
@@ -38,6 +39,7 @@ from paddle_dist_ckpt.errors import (
 from paddle_dist_ckpt.testing.in_process import InProcessWorld
 from paddle_dist_ckpt.version import __version__
 from test.rooms import PACKAGE
+from test.waiting import PATIENCE
 
 RECORD = wire.ErrorRecord("OSError", "x", True, ("p",), (1,), ((2, wire.ErrorRecord("A", "b")),))
 
@@ -960,6 +962,24 @@ def test_a_tiny_timeout_of_one_rank_does_not_have_all_send_beats_without_end(mon
             session.gather_scatter("r", lambda: time.sleep(1) or b"", lambda parts: parts)
 
     monkeypatch.setattr(world, "send", noted)
+    begun = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(work, range(3)))
-    assert 10 <= sum(isinstance(message, wire.Beat) for message in sent) < 100
+    assert 10 <= sum(isinstance(message, wire.Beat) for message in sent) < 100 * (time.monotonic() - begun)
+
+
+def test_a_tiny_timeout_counts_as_a_longer_one_where_another_thread_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_session, "SHORTEST_TIMEOUT", PATIENCE)
+    world = InProcessWorld(1)
+
+    def load() -> str:
+        with world.hub(0).session("load", 0.01) as session:
+            return session.run_collectives(world.transport(0), lambda transfers: "loaded")
+
+    with ThreadPoolExecutor(1) as pool, world.hub(0).session("save", PATIENCE) as earlier:
+        loading = pool.submit(load)
+        assert not wait([loading], 0.3).done
+        earlier.end_collectives()
+        assert loading.result(PATIENCE) == "loaded"

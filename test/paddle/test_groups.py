@@ -406,6 +406,16 @@ def test_threads_do_not_mix_the_answers_of_the_store(monkeypatch: pytest.MonkeyP
     assert found == [[b"%d" % (1000 * thread + i) for i in range(4)] for thread in range(4)]
 
 
+def test_a_tiny_timeout_counts_as_a_second_where_a_hub_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever comes first would not wait for the coordinator."""
+    given, hub = list[float](), SimpleNamespace(pass_over=lambda number: None, announce=lambda: None)
+    monkeypatch.setattr(groups, "_made_hub", lambda *arguments: given.append(arguments[-1]) or hub)
+    transport = PaddleTransport(lambda: None)
+    for coordinator, timeout in enumerate((0.001, 5.0)):
+        groups._hub(groups._Kept(transport, transport), None, (0, 1), 1, coordinator, timeout)
+    assert given == [1.0, 5.0]
+
+
 def test_the_first_calls_of_several_threads_make_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[int]()
 
