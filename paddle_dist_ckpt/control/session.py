@@ -152,9 +152,15 @@ class Session:
                 transport.abandon()
 
     def check(self) -> None:
-        """Raise if the session has failed on any rank. Cheap; long work in ``local`` should call it now and then."""
+        """Raise if the session has failed on any rank. Cheap; long work in ``local`` should call it now and then.
+
+        Until the first round is over, a rank may have failed before it opened this session: the session in whose place
+        it is has heard of that, on another hub.
+        """
         if self._member.verdict is not None:
             raise self._member.error()
+        if self._place is not None and self._member.round <= 0:
+            self._place.check()
 
     def gather_scatter(
         self,
@@ -190,12 +196,9 @@ class Session:
         return self._board.wait(self._member, lambda: None, self._look)
 
     def _look(self) -> float:
-        """Until the first round is over, a rank may have failed before it opened this session: the session in whose
-        place it is has heard of that, on another hub. Returns in how many seconds to look again."""
-        if self._place is None or self._member.round > 0:
-            return LONGEST_WAIT
-        self._place.check()
-        return _POLL_SECONDS
+        """See :meth:`check`, while waiting: the other hub's news do not come here. Returns when to look again."""
+        self.check()
+        return _POLL_SECONDS if self._place is not None and self._member.round <= 0 else LONGEST_WAIT
 
     def _report(self, error: BaseException, shared: frozenset[str] = failures.SHARED_IN_LOCAL) -> None:
         """Tell the coordinator that this rank failed, unless it only raised what made the session fail."""

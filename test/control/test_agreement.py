@@ -251,3 +251,36 @@ def test_a_rank_that_fails_between_the_agreement_and_its_own_session_is_told_to_
             assert "KeyboardInterrupt" in str(error)
     assert [type(one) for one in job.call(dict.fromkeys(range(RANKS), 1)).values()] == [tuple] * RANKS
     works(job, 1)
+
+
+def test_work_of_the_first_round_that_looks_for_failures_finds_one_from_before_the_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as a save that waits for its turn, which may be long."""
+    job, number = Job(), Board.number
+    works(job, 1)
+
+    def interrupted(board: Board, *given: Any) -> Any:
+        if board.coordinator == 1 and threading.current_thread().name == "victim":
+            raise KeyboardInterrupt
+        return number(board, *given)
+
+    def work(rank: int) -> bool:
+        threading.current_thread().name = "victim" if rank == 2 else f"rank {rank}"
+        made, over = job.hub(rank, 1).session("save", LONG), threading.Event()
+
+        def wait_for_a_turn() -> bytes:
+            begun = time.monotonic()
+            while time.monotonic() - begun < AT_ONCE:
+                session.check()
+                time.sleep(0.01)
+            over.set()
+            return b""
+
+        with pytest.raises((RankFailureError, KeyboardInterrupt)), Ending(made), made as session:
+            session.gather_scatter("plan", wait_for_a_turn, lambda parts: parts)
+        return over.is_set()
+
+    monkeypatch.setattr(Board, "number", interrupted)
+    with ThreadPoolExecutor(RANKS) as threads:
+        assert list(threads.map(work, range(RANKS))) == [False] * RANKS
