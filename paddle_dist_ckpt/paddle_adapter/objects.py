@@ -8,7 +8,8 @@ parameters under weight decay. Here they are made as the step makes them, and no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import paddle
@@ -90,16 +91,17 @@ def make_accumulators(optimizer: Any, thawed: Collection[int] = ()) -> None:
         owner.helper = LayerHelper(type(owner).__name__)
     masters = dict(getattr(owner, "_master_weights", {}))
     block = framework.default_main_program().global_block()
-    held = _names_in_held(owner)
+    held = _names_in_held(owner, parameters_of(optimizer))
     with paddle.no_grad():
         for is_held, group in itertools.product((True, False), groups if isinstance(groups[0], dict) else [None]):
             parameters = [
                 each
                 for each in (groups if group is None else group["params"])
-                if (not is_held or each.name in held) and _is_due(owner, each, thawed)
+                if (each.name in held) is is_held and _is_due(owner, each, thawed)
             ]
             if parameters:
-                create(block, parameters if group is None else {**group, "params": parameters})
+                with nullcontext() if is_held else _nothing_held(owner):
+                    create(block, parameters if group is None else {**group, "params": parameters})
                 for parameter in parameters:
                     if not isinstance(optimizer, paddle.optimizer.Optimizer):  # in Paddle 2.6, that of shard_optimizer
                         optimizer._shard_accumulator(parameter)
@@ -109,19 +111,24 @@ def make_accumulators(optimizer: Any, thawed: Collection[int] = ()) -> None:
     _name_accumulators(owner)
 
 
-def _names_in_held(optimizer: Any) -> set[str]:
-    """The names of the parameters (and other beginnings) for which Paddle holds back a state that was set. What
-    accumulators have been given of it already is dropped.
+def _names_in_held(optimizer: Any, parameters: Sequence[Any]) -> set[str]:
+    """The names of the parameters for which Paddle may hold back a state that was set."""
+    names = {one.name for one in parameters}
+    held = getattr(optimizer, "_accumulators_holder", {})
+    ends = ((name, [end for end, letter in enumerate(name) if letter == "_"]) for name in held)
+    return {next((name[:end] for end in reversed(some) if name[:end] in names), "") for name, some in ends}
 
-    As long as there is any, Paddle makes none for a parameter that has nothing in it, such as one that was never used.
-    So those that have come first.
-    """
-    held = getattr(optimizer, "_accumulators_holder", None)
-    if not held:
-        return set()
-    made = {one.name for by_name in optimizer._accumulators.values() for one in by_name.values()}
-    optimizer._accumulators_holder = held = {name: one for name, one in held.items() if name not in made}
-    return {name[:end] for name in held for end, letter in enumerate(name) if letter == "_"}
+
+@contextmanager
+def _nothing_held(optimizer: Any) -> Iterator[None]:
+    """As long as Paddle holds anything back, it makes no accumulators for a parameter that has nothing in it, such as
+    one that was never used; and what others left there, such as frozen ones, is kept for them."""
+    held = getattr(optimizer, "_accumulators_holder", {})
+    optimizer._accumulators_holder = {}
+    try:
+        yield
+    finally:
+        optimizer._accumulators_holder = held
 
 
 def _is_due(optimizer: Any, parameter: Any, thawed: Collection[int]) -> bool:

@@ -333,6 +333,39 @@ def test_a_state_that_was_set_may_lack_a_parameter_that_was_never_used(grouped: 
         step(model[2], optimizer)
 
 
+def test_a_state_that_was_set_may_have_what_nobody_takes_yet() -> None:
+    """Of a frozen parameter, and of what is none; a parameter that was never used has a name that others begin with."""
+
+    class Named(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("scale", "scale_2", "scale_3"):
+                setattr(self, name, self.create_parameter([4], attr=paddle.ParamAttr(name=name)))
+
+    def job() -> tuple[Any, Any]:
+        model = Named()
+        return model, optimizer_for(model)
+
+    def used(model: Any, optimizer: Any) -> dict[str, Any]:
+        (model.scale_2 * model.scale_3).sum().backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        return {key: tensor.clone() for key, tensor in optimizer.state_dict().items()}
+
+    with paddle.utils.unique_name.guard():
+        trained = used(*job())
+    with paddle.utils.unique_name.guard():
+        model, optimizer = job()
+        model.scale_3.stop_gradient = True
+        optimizer.set_state_dict({**trained, "other_0.w_0_moment1_0": paddle.ones([4])})
+        state = values(objects.optimizer_state(optimizer))
+        assert {key.partition("_moment1")[0] for key in state if "_moment1" in key} == {"scale", "scale_2"}
+        model.scale_3.stop_gradient = False
+        objects.make_accumulators(optimizer)
+        state = values(optimizer.state_dict())
+        assert_equal({key: state[key] for key in trained}, values(trained))
+
+
 @has_stages
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_master_weights_that_were_set_before_the_first_step_are_kept(kind: str) -> None:
