@@ -62,8 +62,8 @@ def as_storage(path: object) -> Storage:
 def as_source(path: object) -> Storage:
     """The storage to read from that a user means by ``path``: what :func:`as_storage` takes, or a part of a folder.
 
-    A path to a file means this file alone. One that names nothing, but before ``_dist0.pdparams`` and the like, means
-    the files of that prefix.
+    A path to a file means this file alone; one to a `.metadata` also this library's data files of that number. One that
+    names nothing, but before ``_dist0.pdparams`` and the like, means the files of that prefix.
 
     Raises:
         TypeError, ValueError: see :func:`as_storage`.
@@ -72,7 +72,10 @@ def as_source(path: object) -> Storage:
     if isinstance(storage, LocalStorage) and not os.path.isdir(storage.location):
         folder, name = os.path.split(storage.location)
         if os.path.isfile(storage.location):
-            return _PartOfFolder(folder, re.compile(re.escape(name)), storage._follow_links)
+            names = re.escape(name)
+            if of_checkpoint := re.fullmatch(r"([0-9]+)\.metadata", name):  # and data files of this library's saves
+                names += rf"|[0-9]+_{of_checkpoint[1]}\.[0-9a-f]{{16}}\..+"
+            return _PartOfFolder(folder, re.compile(names), storage._follow_links)
         if glob.glob(f"{glob.escape(storage.location)}_dist0.pd*"):
             return _PartOfFolder(folder, re.compile(rf"{re.escape(name)}_dist[0-9]+\.\w+"), storage._follow_links)
     return storage

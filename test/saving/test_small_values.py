@@ -75,6 +75,7 @@ def test_beside_tensors_there_is_room_for_as_many_as_these_have_bytes(tmp_path: 
     state = {"w": tensor(4 * FREE), "v": numbers(3 * FREE), "s": {f"v{i}": numbers(4_000) for i in range(100)}}
     save_alone(state, tmp_path)
     assert verify(tmp_path).ok
+    assert verify(tmp_path / "0.metadata").ok
     found = load_whole(tmp_path)
     assert found["v"] == state["v"]
     assert found["s"] == state["s"]
