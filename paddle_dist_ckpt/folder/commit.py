@@ -300,7 +300,7 @@ def finish(lease: Lease, left: Aftermath) -> None:
 def _speak_again(lease: Lease, saves: Sequence[str]) -> None:
     """See to it that some claim speaks of saves whose files are left. Who has taken this one for dead, and its claim,
     may have done so before it had replaced them."""
-    with suppress(OSError, CheckpointError):
+    with suppress(Exception):
         lease.speak_again(saves)
 
 

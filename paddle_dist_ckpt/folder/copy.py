@@ -79,7 +79,7 @@ def _copy_claimed(
             raise
     except BaseException:
         lease.stop()
-        with suppress(OSError, CheckpointError):  # a later save does what is left to do
+        with suppress(Exception):  # a later save does what is left to do
             _undo(lease, metadata, made, unseen)
             lease.withdraw(*_settled(lease, metadata.save_id))
         raise

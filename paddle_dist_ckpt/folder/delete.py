@@ -59,7 +59,7 @@ class Deletion:
                 storage.delete(name)
             storage.sync()
             lease.end()
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # of a storage of its own kind, for one
             are_gone = are_gone or self._are_gone()
             if not are_gone:  # nor has a save done it that found the claim
                 _logger.warning("%s: files of removed saves are left to a later save: %s", storage.location, error)
@@ -73,13 +73,13 @@ class Deletion:
         try:
             files = map(parse_data_file, self._lease.storage.names())
             return not any(file is not None and file.save_id in self.saves for file in files)
-        except (OSError, CheckpointError):
+        except Exception:
             return False
 
     def leave(self) -> None:
         """Leave the files to a later save, for which the claim stays, and let nobody wait."""
         self._lease.stop()
-        with suppress(OSError, CheckpointError):
+        with suppress(Exception):
             self._lease.speak_again(self.saves)
             self._lease.mark_done()
 
@@ -150,7 +150,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
                 "deleted"
             )
     except BaseException:
-        with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
+        with suppress(Exception):  # what has gone wrong before is to be heard of
             lease.withdraw(*ours)
         raise
     saves = [save for save in (*lease.doomed, *lease.inherited) if save not in needed_or_made]
@@ -158,11 +158,11 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         # IMPORTANT: `.metadata` is gone for good before any data file is, so that nobody finds a half of a checkpoint.
         storage.delete(metadata_name(unique_id))
         storage.sync()
-        with suppress(OSError, CheckpointError):  # nobody need wait while files are removed, or if this dies meanwhile
+        with suppress(Exception):  # nobody need wait while files are removed, or if this dies meanwhile
             lease.mark_done(passes_on=True)
     except BaseException as error:
         what = _end_failed(lease, save_id, ours, saves, error)
-        if what is not None and isinstance(error, OSError):
+        if what is not None and isinstance(error, Exception):
             raise DurabilityUnknownError(
                 f"checkpoint {unique_id} is {what} from {storage.location}, its durability unknown: a crash of the "
                 f"machine might bring it back, so its data files are left to a later save; it ended with: {error}",
@@ -190,13 +190,13 @@ def _end_failed(
     """
     lease.stop()
     what = None
-    if isinstance(error, OSError) or not isinstance(error, Exception):  # refused, or an interrupt
-        with suppress(OSError, CheckpointError):
+    if not isinstance(error, CheckpointError):  # which says itself what may have become of it
+        with suppress(Exception):
             what = _what_became(lease.storage, lease.unique_id, save_id)
             if what is not None:
                 lease.speak_again(saves)
                 lease.mark_done()  # so that nobody waits
-            elif not isinstance(error, OSError) or is_refusal(error):  # and may not happen late, as on a network
+            elif not isinstance(error, Exception) or (isinstance(error, OSError) and is_refusal(error)):  # and may not happen late, as on a network
                 lease.withdraw(*ours)
     return what
 
@@ -220,7 +220,7 @@ def _what_became(storage: Storage, unique_id: int, save_id: str) -> str | None:
     """What became of a deletion that ended in an error, in words; None if it was not done."""
     try:
         return None if save_of(storage, unique_id) == save_id else "deleted"
-    except (OSError, CheckpointError) as error:
+    except Exception as error:
         return f"perhaps deleted (which cannot be seen: {error})"
 
 
@@ -245,7 +245,7 @@ def begin_clearing(storage: Storage, unique_id: int, of_checkpoint: bool) -> Del
         lease.confirm()
         lease.mark_done(passes_on=True)  # it removes no `.metadata`, so nobody need wait
     except BaseException:
-        with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
+        with suppress(Exception):  # what has gone wrong before is to be heard of
             lease.withdraw()
         raise
     return Deletion(lease, lease.doomed)

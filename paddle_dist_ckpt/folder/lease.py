@@ -94,7 +94,7 @@ class Lease:
             if made is not None:
                 made.append(self)
         except BaseException:
-            with suppress(OSError, CheckpointError):  # it expires then
+            with suppress(Exception):  # it expires then
                 self.withdraw()
             raise
 

@@ -107,7 +107,7 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
         if not publish_under(lease, metadata.unique_id, data, replace, confirm):
             raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
     except BaseException:
-        with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
+        with suppress(Exception):  # what has gone wrong before is to be heard of
             lease.withdraw()
         raise
     Deletion(lease, lease.doomed).finish()

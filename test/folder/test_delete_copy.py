@@ -199,8 +199,11 @@ def test_a_disk_without_room_for_a_name_is_an_error(tmp_path: Path) -> None:
     check_holds(tmp_path, 1)
 
 
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
 @pytest.mark.parametrize("failing", ["sync", "the removal that was done"])
-def test_a_deletion_that_the_disk_does_not_confirm_is_told_as_such(tmp_path: Path, failing: str) -> None:
+def test_a_deletion_that_the_disk_does_not_confirm_is_told_as_such(
+    tmp_path: Path, failing: str, kind: type[Exception]
+) -> None:
     """What it would have removed stays, for a crash could bring the `.metadata` back; a later save removes it."""
     saved(tmp_path, 1, 2)
     kept = (tmp_path / "1.metadata").read_bytes()
@@ -209,11 +212,11 @@ def test_a_deletion_that_the_disk_does_not_confirm_is_told_as_such(tmp_path: Pat
         def delete(self, name: str) -> None:
             super().delete(name)
             if failing != "sync" and name == "1.metadata":
-                raise OSError(errno.EIO, "Input/output error", name)
+                raise kind(errno.EIO, "Input/output error", name)
 
         def sync(self) -> None:
             if not (tmp_path / "1.metadata").exists():
-                raise OSError(errno.EIO, "Input/output error", self.location)
+                raise kind(errno.EIO, "Input/output error", self.location)
 
     with pytest.raises(
         DurabilityUnknownError, match=r"checkpoint 1 is deleted from .*, its durability unknown.*Input/output"
@@ -417,13 +420,14 @@ def test_a_delete_that_is_killed_leaves_all_or_nothing_and_a_save_cleans_up(tmp_
     assert seen == {(1, 2), (2,)}
 
 
+@pytest.mark.parametrize("error", [errno.EIO, RuntimeError("of a storage's own kind")])
 def test_what_is_deleted_is_deleted_whatever_goes_wrong_with_its_files(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: int | Exception
 ) -> None:
     """Nor does a save to the id wait then, though nothing has ended properly."""
     saved(tmp_path, 1, 2)
 
-    assert delete(FaultyStorage(tmp_path, raises("delete", "*.safetensors", errno.EIO)), 2).unique_id == 2
+    assert delete(FaultyStorage(tmp_path, raises("delete", "*.safetensors", error)), 2).unique_id == 2
     assert "files of removed saves are left to a later save" in caplog.text
     assert list_checkpoints(tmp_path) == [1]
     (claim,) = tmp_path.glob("2.*.claim")
