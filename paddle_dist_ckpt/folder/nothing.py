@@ -17,7 +17,7 @@ from .catalogs import foreign_ids
 from .foreign import foreign_id
 from .ids import committed_ids, no_folder_text
 
-__all__ = ["listed_ids", "managers_text", "nothing_text", "steps_text"]
+__all__ = ["listed_ids", "managers_text", "nothing_text", "numbers_text", "steps_text"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST = 10  # ids, steps or folders that are named
@@ -79,7 +79,7 @@ def _reasons(storage: Storage, unique_id: int | None) -> Iterator[str]:
     if len(others) == 1:
         yield f"its only one has the id {others[0]}"
     elif others:
-        yield f"it has those with the ids {_listed(others)}"
+        yield f"it has those with the ids {numbers_text(others)}"
     refused = next((reason for name in names if (reason := _refused(storage, name, unique_id)) is not None), None)
     if refused is not None:
         yield refused
@@ -180,10 +180,11 @@ def steps_text(steps: Sequence[int]) -> str:
     """Steps in words."""
     if not steps:
         return "no committed step"
-    return f"step{'s' if len(steps) > 1 else ''} {_listed(steps)}"
+    return f"step{'s' if len(steps) > 1 else ''} {numbers_text(steps)}"
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Numbers in words, in ascending order: of many the last ones."""
     shown = ", ".join(map(str, numbers[-_MOST:]))
     return shown if len(numbers) <= _MOST else f"..., {shown}"
 

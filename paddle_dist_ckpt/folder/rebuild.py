@@ -31,7 +31,7 @@ from .commit import publish_under
 from .delete import Deletion, removal_lease
 from .foreign import Format, look
 from .ids import metadata_ids, next_id, save_of
-from .nothing import managers_text
+from .nothing import managers_text, numbers_text
 from .verify import problems_of
 
 __all__ = ["rebuild"]
@@ -52,8 +52,8 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
     found, refused = _complete_saves(storage, save)
     if not found:
         reasons = "\n".join(f"  save {name}: {reason}" for name, reason in refused.items())
-        ids = ", ".join(map(str, metadata_ids(storage)))
-        there = f"there is one with each of these ids: {ids}" if ids else ""
+        ids = metadata_ids(storage)
+        there = f"there is one with each of these ids: {numbers_text(ids)}" if ids else ""
         managers = "" if reasons else managers_text(storage) or there
         raise CheckpointNotFoundError(
             f"{storage.location} has no complete save without a .metadata{':' if reasons else ''}"

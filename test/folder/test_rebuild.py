@@ -271,8 +271,9 @@ def test_there_is_nothing_to_rebuild(tmp_path: Path) -> None:
         rebuilt(tmp_path)
     with pytest.raises(CheckpointNotFoundError):
         rebuilt(tmp_path / "absent")
-    save_alone({"x": 1}, tmp_path)
-    with pytest.raises(CheckpointNotFoundError):
+    for unique_id in range(12):
+        save_alone({"x": 1}, tmp_path, unique_id)
+    with pytest.raises(CheckpointNotFoundError, match=r"these ids: \.\.\., 2, 3, 4, 5, 6, 7, 8, 9, 10, 11$"):
         rebuilt(tmp_path)
 
 
