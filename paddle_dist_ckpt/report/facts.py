@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.columns import IntArray, sums_by
-from ..core.shards import ShardTable
+from ..core.shards import Kind, ShardTable
 from ..files.metadata import Metadata
 from ..files.names import parse_data_file
 from ..visible import MOST_KEY, visible
@@ -48,7 +48,7 @@ class Origin:
 class Totals:
     """Sums over all of it. ``nbytes`` are those of tensors' data, ``file_bytes`` those of files, with headers.
 
-    Values in data files count as tensors, too, whose data they are stored like.
+    Values in data files count as tensors of bytes, too, which they are stored like: so many, and so many bytes of them.
     """
 
     nbytes: int
@@ -57,6 +57,8 @@ class Totals:
     tensors: int
     shards: int
     values: int
+    stored_values: int
+    stored_value_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ def facts_of(
     times = _times(metadata)
     files = _files(metadata, sizes)
     values = values_of(metadata, keys)
+    are_values = table.kinds == Kind.VALUE
     return Facts(
         origin=_origin(metadata, location),
         totals=Totals(
@@ -178,6 +181,8 @@ def facts_of(
             tensors=len(table.paths),
             shards=len(table.shard_file),
             values=len(values.key) + values.left_out,
+            stored_values=int(are_values.sum()),
+            stored_value_bytes=int(tensor_bytes[are_values].sum()),
         ),
         files=files,
         ranks=_ranks(files, times, metadata.world_size),

@@ -15,6 +15,7 @@ from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import pack_column
 from paddle_dist_ckpt.core.layouts import Layout
+from paddle_dist_ckpt.core.shards import Kind
 from paddle_dist_ckpt.files.times import SaveTimes
 from paddle_dist_ckpt.report.facts import Facts, facts_of, rank_of
 from paddle_dist_ckpt.report.layers import LayerColumns, layers_of
@@ -171,6 +172,8 @@ def test_values_and_what_the_user_said(folder: Path) -> None:
     assert facts.user.key == ["run", "config"]
     assert facts.user.text == ["'baseline-7b'", "{'width': 24, 'ranks': 3}"]
     assert facts.totals.values == 5
+    (size,) = (size for kind, size in zip(facts.tensors.kind, facts.tensors.nbytes, strict=True) if kind == Kind.VALUE)
+    assert (facts.totals.stored_values, facts.totals.stored_value_bytes) == (1, size)
 
 
 def test_a_damaged_value_is_named_and_no_error() -> None:

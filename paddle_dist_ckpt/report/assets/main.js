@@ -9,9 +9,9 @@ function startOverview() {
   const S = F.totals;
   const native = O.format === "native";
   pairs($("tiles"), [
-    ["Tensors' data", bytes(S.nbytes), `${count(S.nbytes)} bytes`],
-    ["Tensors", count(S.tensors)],
-    ["Elements", short(S.elements), count(S.elements)],
+    ["Tensors' data", bytes(S.nbytes - S.stored_value_bytes), `${count(S.nbytes - S.stored_value_bytes)} bytes`],
+    ["Tensors", count(S.tensors - S.stored_values)],
+    ["Elements", short(S.elements - S.stored_value_bytes), count(S.elements - S.stored_value_bytes)],
     ["Stored shards", count(S.shards)],
     ["Values", S.values ? count(S.values) : ""],
     ["Files", count(F.files.name.length), exactBytes(S.file_bytes)],
