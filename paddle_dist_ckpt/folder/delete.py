@@ -196,7 +196,8 @@ def _end_failed(
             if what is not None:
                 lease.speak_again(saves)
                 lease.mark_done()  # so that nobody waits
-            elif not isinstance(error, Exception) or (isinstance(error, OSError) and is_refusal(error)):  # and may not happen late, as on a network
+            # Not what may happen late, as on a network.
+            elif not isinstance(error, Exception) or (isinstance(error, OSError) and is_refusal(error)):
                 lease.withdraw(*ours)
     return what
 
