@@ -27,7 +27,7 @@ from .others import LOOK, is_safetensors, what_it_is
 from .paddle_pickles import PADDLE, flat_pieces, meant
 from .pickled_tree import PickledLeaf, leaves
 from .pickles import walk
-from .weight_maps import OF_INDEX, weight_map_of
+from .weight_maps import OF_INDEX, check_lost, lacking_text, weight_map_of
 from .window import WindowedFile
 
 __all__ = ["PdparamsReader", "PickledState"]
@@ -157,15 +157,16 @@ class PickledState:
             listed: What an index says: nothing is added of keys that it says are in other files.
 
         Raises:
-            CheckpointCorruptedError: it does not have what the index says.
+            CheckpointCorruptedError: it has nothing of what the index says.
         """
         file, number = self._file.name, assembly.file(self._file.name, self._file.name)
         is_told = _NAMES in self.tree
         names, unpacked = self.names(), self._table(_UNPACKED)
         if listed is not None:
-            for key in listed.keys:
-                if key not in self.tree and key not in unpacked:
-                    raise CheckpointCorruptedError(f"{file} has no {shown(key)}, which an index says is in it")
+            lost = {key: file for key in listed.keys if key not in self.tree and key not in unpacked}
+            check_lost(lost, dict.fromkeys(listed.keys, file))
+            for key in lost:
+                assembly.leave_out(file, (*prefix, key), lacking_text(file, key), lost=True)
             for key in [key for key in self.tree if isinstance(key, str)]:
                 if listed.weight_map.get(key, file) != file:
                     del self.tree[key]

@@ -46,7 +46,7 @@ from .catalog import Catalog, Piece
 from .checks import shown
 from .paddle import data_of_paddle
 from .safetensors_header import HeaderEntry, SafetensorsHeader, read_safetensors_header, spend_on_json
-from .weight_maps import OF_INDEX, weight_map_of
+from .weight_maps import OF_INDEX, check_lost, lacking_text, weight_map_of
 from .window import WindowedFile
 
 __all__ = ["SafetensorsReader"]
@@ -119,7 +119,7 @@ class SafetensorsReader:
         of_bfloat16 = functools.cache(functools.partial(_is_of_bfloat16, storage, frozenset(names)))
         for kind, sources in kinds.items():
             parents: tuple[Part, ...] = (kind,) if len(kinds) > 1 else ()
-            found, refused = _entries(storage, set(names), sources, budget, of_bfloat16)
+            found, refused, lost = _entries(storage, set(names), sources, budget, of_bfloat16)
             for key, entries in found.items():
                 several = _several(key, entries)
                 if several is not None and key not in refused:
@@ -130,6 +130,8 @@ class SafetensorsReader:
                     _add(assembly, (*parents, key), entries)
             for key, (file, reason) in refused.items():
                 assembly.leave_out(file, (*parents, key), reason)
+            for key, file in lost.items():
+                assembly.leave_out(file, (*parents, key), lacking_text(file, key), lost=True)
         return assembly.catalog(self.format, 0, 1)
 
 
@@ -149,8 +151,9 @@ def _kinds(names: Collection[str]) -> dict[str, _StateFiles]:
 
 def _entries(
     storage: Storage, names: set[str], sources: _StateFiles, budget: Budget, is_of_bfloat16: Callable[[], bool]
-) -> tuple[dict[str, list[_Entry]], dict[str, tuple[str, str]]]:
-    """The entries of each key, usually one, and the keys that cannot be held, each with a file and the reason."""
+) -> tuple[dict[str, list[_Entry]], dict[str, tuple[str, str]], dict[str, str]]:
+    """The entries of each key, usually one; the keys that cannot be held, each with a file and the reason; and those
+    that an index says are in a file which has only others of it."""
     if len(sources.indexes) > 1:
         raise UnsupportedValueError(
             f"{storage.location} has several indexes: {', '.join(sources.indexes[:5])}; "
@@ -177,15 +180,18 @@ def _entries(
     meant = as_numpy | unclear if unclear and not has_bfloat16 and is_of_bfloat16() else as_numpy
     if meant:
         found = {key: [_as_bfloat16(one) if one.file in meant else one for one in some] for key, some in found.items()}
+    lost: dict[str, str] = {}
     for key, name in weight_map.items():
         listed = [entry for entry in found.get(key, ()) if entry.file == name]
         if key in refused:
             continue
         if not listed:
-            raise CheckpointCorruptedError(f"{name} has no {shown(key)}, which {sources.indexes[0]} says is in it")
-        if listed[0].offset is None:
+            lost[key] = name
+            found.pop(key, None)
+        elif listed[0].offset is None:
             found[key] = listed
-    return found, refused
+    check_lost(lost, weight_map)
+    return found, refused, lost
 
 
 def _several(key: str, entries: list[_Entry]) -> str | None:

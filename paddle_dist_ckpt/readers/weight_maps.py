@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -12,11 +12,11 @@ from ..errors import CheckpointCorruptedError
 from ..storage.base import Storage
 from ..tree.values import DECODE_ERRORS
 from .budget import Budget
-from .checks import check_name
+from .checks import check_name, shown
 from .safetensors_header import member_count, spend_on_json
 from .window import WindowedFile
 
-__all__ = ["OF_INDEX", "weight_map_of"]
+__all__ = ["OF_INDEX", "check_lost", "lacking_text", "weight_map_of"]
 
 OF_INDEX = ".index.json"
 """What an index's name has behind that of the single file in whose place the several are."""
@@ -65,6 +65,24 @@ def weight_map_of(storage: Storage, names: Collection[str], index: str, budget: 
     for name in files:
         check_name(name, present, index)
     return _WeightMap(weight_map, True)
+
+
+def lacking_text(file: str, key: str) -> str:
+    """That a file has not what an index says is in it."""
+    return f"{file} has no {shown(key)}, which an index says is in it"
+
+
+def check_lost(lost: Mapping[str, str], weight_map: Mapping[str, str]) -> None:
+    """Refuse files that have nothing of what an index says is in them: they may be any files.
+
+    Args:
+        lost: The keys that are not where the index says, with that file.
+        weight_map: What it says.
+    """
+    right = {file for key, file in weight_map.items() if key not in lost}
+    for key, file in lost.items():
+        if file not in right:
+            raise CheckpointCorruptedError(lacking_text(file, key))
 
 
 def _read(storage: Storage, index: str, budget: Budget) -> dict[str, str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import re
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -343,7 +344,6 @@ def test_an_index_makes_one_state_dict_of_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"c": "model_state-00001-of-00002.pdparams"}, "00001-of-00002.pdparams has no 'c', which an index says is in"),
         ({"c": "model_state-00003-of-00002.pdparams"}, "names 'model_state-00003-of-00002.pdparams', which is missing"),
         ({"c": "../model.pdparams"}, "no name of a file"),
         ({"c": 5}, "model_state.pdparams.index.json: no index, or a damaged one"),
@@ -352,6 +352,20 @@ def test_an_index_makes_one_state_dict_of_several_files(tmp_path: Path) -> None:
 def test_an_index_that_is_wrong_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_parts(tmp_path, **changes)
     with pytest.raises(CheckpointCorruptedError, match=message):
+        read(tmp_path)
+
+
+def test_a_key_that_an_index_alone_has_is_left_out(tmp_path: Path) -> None:
+    """But not all that it says of a file, which may be any file then."""
+    first, second = "model_state-00001-of-00002.pdparams", "model_state-00002-of-00002.pdparams"
+    write_parts(tmp_path, c=first)
+    catalog = read(tmp_path)
+    assert ("a",) in described(catalog)
+    ((path, reason),) = catalog.left_out
+    assert [path] == catalog.lost == [("c",)]
+    assert reason == f"{first} has no 'c', which an index says is in it"
+    write_parts(tmp_path, c=first, a=second, tied=second)
+    with pytest.raises(CheckpointCorruptedError, match=re.escape(reason)):
         read(tmp_path)
 
 

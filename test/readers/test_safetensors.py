@@ -14,7 +14,7 @@ import pytest
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 
-from paddle_dist_ckpt import read_metadata
+from paddle_dist_ckpt import read_metadata, verify
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
@@ -318,6 +318,20 @@ def test_an_index_that_is_wrong_is_refused(index: bytes, message: str, tmp_path:
     (tmp_path / INDEX).write_bytes(index)
     with pytest.raises(CheckpointCorruptedError, match=message):
         read(tmp_path)
+
+
+def test_a_key_that_an_index_alone_has_is_left_out(tmp_path: Path) -> None:
+    """Also if another file has it: nobody knows whether it is meant."""
+    save_file({"a": np.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"b": np.ones(2), "d": np.ones(2)}, tmp_path / "b.safetensors")
+    weight_map = {"a": "a.safetensors", "b": "b.safetensors", "c": "a.safetensors", "d": "a.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    catalog = read(tmp_path)
+    assert paths_of(catalog) == [("a",), ("b",)]
+    texts = [f"a.safetensors has no '{key}', which an index says is in it" for key in "cd"]
+    assert catalog.left_out == [(("c",), texts[0]), (("d",), texts[1])]
+    assert catalog.lost == [("c",), ("d",)]
+    assert verify(tmp_path).problems == (f"c: {texts[0]}", f"d: {texts[1]}")
 
 
 # -- headers
