@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Iterator, Mapping
 
-import msgspec
+from ..tree.values import in_any_order
 
 __all__ = ["differing"]
 
@@ -41,4 +41,6 @@ def differing(
 
 def _are_same(value: object, other: object) -> bool:
     """Whether two values are the same; 1, 1.0 and True are not, though they are equal."""
-    return value == other and (isinstance(value, tuple) or msgspec.json.encode(value) == msgspec.json.encode(other))
+    if isinstance(value, tuple) or isinstance(other, tuple) or value is _NOTHING or other is _NOTHING:
+        return value == other
+    return in_any_order(value) == in_any_order(other)

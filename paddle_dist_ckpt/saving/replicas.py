@@ -15,6 +15,7 @@ from ..core.shards import Kind
 from ..core.text import ranks_text
 from ..errors import UnsupportedValueError
 from ..tree.paths import plain_key
+from ..tree.values import decode_jsonable, in_any_order
 from .global_state import GlobalState, in_charge
 from .messages import SaveRequest, ValueRecord
 
@@ -61,7 +62,7 @@ def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> C
         if not request.values and not request.digests:  # as of nearly all of very many ranks
             continue
         for path, value in zip(state.value_paths[i], request.values, strict=True):
-            if kept.setdefault(path, value).digest != value.digest:
+            if (first := kept.setdefault(path, value)).digest != value.digest and not _are_same(first.json, value.json):
                 differing.setdefault(path, []).append(rank)
         if request.digests:  # none: that rank was not to compare
             digests = np.frombuffer(request.digests, "<u8").reshape(-1, 2)
@@ -78,6 +79,11 @@ def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> C
     minority = _minorities(state, requests, differing) if differing else {}
     alike = ~differs & (state.holders > 1) & (compared == state.holders)
     return Comparison(value_json, cost, differing, minority, differs, alike, seen)
+
+
+def _are_same(json: bytes | None, other: bytes | None) -> bool:
+    """Whether small values of other bytes are the same but for the order of keys of dicts in them."""
+    return json is not None is not other and in_any_order(decode_jsonable(json)) == in_any_order(decode_jsonable(other))
 
 
 def _minorities(

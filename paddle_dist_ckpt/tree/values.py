@@ -44,6 +44,7 @@ __all__ = [
     "decode_value",
     "encode_value",
     "from_jsonable",
+    "in_any_order",
     "is_tagged",
     "to_jsonable",
 ]
@@ -97,6 +98,24 @@ def decode_jsonable(data: bytes | memoryview) -> Any:
     """
     with decoding("a stored value cannot be decoded"), no_collections():
         return _DECODER.decode(data)
+
+
+def in_any_order(tree: Any) -> bytes:
+    """JSON of a tree that :func:`to_jsonable` made, the same for dicts whose keys were in another order."""
+    return msgspec.json.encode(_ordered(tree, 0))
+
+
+def _ordered(tree: Any, depth: int) -> Any:
+    if depth > _MAX_DEPTH // 2:  # what is below keeps its order, or Python may refuse to go on
+        return tree
+    if type(tree) is list:
+        return [_ordered(item, depth + 1) for item in tree]
+    if type(tree) is dict:
+        found = {tag: _ordered(content, depth + 1) for tag, content in tree.items()}
+        if type(found.get("dict")) is list:
+            found["dict"].sort(key=msgspec.json.encode)
+        return found
+    return tree
 
 
 def are_same(value: Any, other: Any) -> bool:

@@ -670,6 +670,9 @@ def test_all_that_is_stored_for_an_object_under_two_keys_is_compared(tmp_path: P
         save_alone({"a": Settings(x=same), "b": Settings(x=same)}, tmp_path)
         load_alone({"a": target, "b": target}, tmp_path)
         assert repr(target.values["x"]) == repr(same)
+    save_alone({"a": Settings(x=[{"p": 1, "q": 2}]), "b": Settings(x=[{"q": 2, "p": 1}])}, tmp_path)
+    load_alone({"a": target, "b": target}, tmp_path)
+    assert target.values["x"] == [{"p": 1, "q": 2}]
 
 
 @pytest.mark.parametrize("size", [1, 9000], ids=["small", "large"])

@@ -75,6 +75,18 @@ def test_differing_replicas_are_warned_of_by_name(tmp_path: Path, caplog: pytest
     assert merged["n"] == 0
 
 
+def test_dicts_in_values_are_the_same_whatever_the_order_of_their_keys(tmp_path: Path) -> None:
+    """Which differs among ranks where dicts are made of sets, and says nothing."""
+    lists = [[{"a": 1, "b": {"x": (1, 2), "y": 0.0}}], [{"b": {"y": 0.0, "x": (1, 2)}, "a": 1}]]
+    save_on([{"groups": one} for one in lists], tmp_path, options=options("error"))
+    assert load_whole(tmp_path)["groups"] == lists[0]
+    for other in ([{"b": {"y": -0.0, "x": (1, 2)}, "a": 1}], [{"b": {"y": 0.0, "x": (2, 1)}, "a": True}]):
+        errors_of(
+            try_save([{"groups": one} for one in (lists[0], other)], tmp_path, options=options("error")),
+            UnsupportedValueError,
+        )
+
+
 def test_differing_replicas_as_an_error(tmp_path: Path) -> None:
     for error in errors_of(try_save(differing_states(), tmp_path, options=options("error")), UnsupportedValueError):
         assert all(name in str(error) for name in ("local", "n", "text"))
