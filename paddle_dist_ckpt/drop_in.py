@@ -23,12 +23,11 @@ from .files.names import metadata_id
 from .folder.checkpoint import why_unknown
 from .folder.foreign import Format, look
 from .folder.ids import NO_FOLDER
-from .folder.selection import warn_of_unread
+from .folder.selection import Selection, unread, warn_of_unread
 from .options import LoadOptions, SaveOptions, checked
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .state_exports import export_filled_with
-from .tree.paths import plain_key
 from .wiring import connected, export_with, load_with, paddles, refuse, save_with, source_of
 
 __all__ = ["install", "uninstall"]
@@ -299,7 +298,7 @@ class _DropIn:
             if metadata.format == "native":  # others have no numbers of ours
                 unique_id = metadata.unique_id  # whose keys these are: a newer one may be saved meanwhile
             there, endings = metadata.state_dict_metadata, tuple(skip_postfix_list)
-            not_read = {plain_key(path): reason for path, reason in metadata.left_out.items()}
+            not_read = unread(metadata, Selection())
             keys, left = (
                 [key for key in some if key.startswith(prefix or "") and not key.endswith(endings)]
                 for some in (there, not_read)

@@ -20,9 +20,9 @@ from ..folder.catalogs import foreign_ids
 from ..folder.checkpoint import read_checkpoint
 from ..folder.ids import committed_ids, metadata_ids
 from ..folder.nothing import managers_text
+from ..folder.selection import Selection, unread
 from ..storage import Folders, LocalStorage, local_path
 from ..storage.base import Storage
-from ..tree.paths import plain_key
 from ..tree.values import from_jsonable
 from ..visible import visible
 from .contents import examples_text
@@ -168,8 +168,7 @@ def checkpoint_facts(storage: Storage, unique_id: int | None, pattern: str | Non
     """
     metadata = read_checkpoint(storage, unique_id)
     tensors, values = _leaves(metadata, pattern)
-    left_out = {plain_key(path): reason for path, reason in metadata.left_out.items()}
-    left_out = {key: reason for key, reason in left_out.items() if matches(key, pattern)}
+    left_out = {key: reason for key, reason in unread(metadata, Selection()).items() if matches(key, pattern)}
     if pattern is not None and not (tensors or values or left_out):
         examples = examples_text(metadata, pattern)
         asked = f"no key of checkpoint {metadata.unique_id} matches '{visible(pattern)}'"

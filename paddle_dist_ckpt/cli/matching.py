@@ -13,9 +13,9 @@ from ..core.layouts import Layout
 from ..core.shards import Kind
 from ..files.metadata import Metadata
 from ..folder.checkpoint import unless_replaced
+from ..folder.selection import Selection, unread
 from ..folder.stored_values import read_values
 from ..storage.base import Storage
-from ..tree.paths import plain_key
 from .contents import ValueContent, known, read_value
 from .inspection import matches
 
@@ -71,7 +71,7 @@ class Held:
 
     def unread(self, pattern: str | None) -> dict[str, str]:
         """Why what else was asked for cannot be read, by flat key."""
-        reasons = ((self._without_prefix(plain_key(path)), why) for path, why in self.metadata.left_out.items())
+        reasons = ((self._without_prefix(key), why) for key, why in unread(self.metadata, Selection()).items())
         return {key: why for key, why in reasons if key is not None and matches(key, pattern)}
 
     def _without_prefix(self, key: str) -> str | None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..core.parts import Arranged, SourceTensor
 from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
-from ..tree.paths import WILDCARD, escaped_key, flat_keys, plain_key, plain_keys, without_escapes
+from ..tree.paths import WILDCARD, escaped_key, flat_keys, plain_key, plain_keys, special_keys, without_escapes
 from ..visible import visible
 
 __all__ = [
@@ -165,7 +165,9 @@ def below(path: str, prefix: str | None) -> str | None:
 
 def unread(metadata: Metadata, selection: Selection) -> dict[str, str]:
     """The flat keys of what is selected but cannot be read, with the reasons."""
-    paths = {plain_key(path): path for path in metadata.left_out if below(path, selection.prefix) is not None}
+    special = special_keys(list(metadata.left_out))  # two may have equal plain ones
+    paths = {special.get(path) or plain_key(path): path for path in metadata.left_out}
+    paths = {key: path for key, path in paths.items() if below(path, selection.prefix) is not None}
     if selection.keys is not None:
         wanted = set().union(*_matching(paths, selection.keys).values())
         paths = {key: path for key, path in paths.items() if path in wanted}

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -23,6 +24,7 @@ from paddle_dist_ckpt import (
     verify,
 )
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
+from paddle_dist_ckpt.folder.selection import Selection, unread
 from test.jobs import alike, another_host, check_pieces, load_on, load_whole, save_alone, split_rows, try_load
 from test.readers.golden import GOLDEN, expected_arrays
 from test.readers.torch_writer import DCPWriter, saved, tensor
@@ -261,6 +263,13 @@ def test_of_very_much_that_is_left_out_the_log_names_some(tmp_path: Path, caplog
         assert load_whole(tmp_path) == {"step": 5}
     assert len(caplog.messages) == 21
     assert caplog.messages[-1] == "30 more keys are left out"
+
+
+def test_keys_that_cannot_be_read_and_look_alike_are_told_apart(tmp_path: Path) -> None:
+    save_alone({"n": 1}, tmp_path)
+    metadata = msgspec.structs.replace(read_metadata(tmp_path), left_out={"/a.b": "gaps", "/a/b": "holes", "/c": "?"})
+    assert unread(metadata, Selection()) == {r"a\.b": "gaps", "a.b": "holes", "c": "?"}
+    assert unread(metadata, Selection(prefix="a")) == {"a.b": "holes"}
 
 
 def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
