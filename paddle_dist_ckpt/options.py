@@ -118,8 +118,8 @@ class LoadOptions:
             the rest. With ``"all"``, also raise for stored keys that nothing asks for, for statements of an
             ``aoa_config`` that have no effect, and for keys of a ``key_map`` that match nothing.
         allow_missing: Patterns (as in :func:`fnmatch.fnmatchcase`) of wanted flat keys that need not be stored. Those
-            that are not stored, or for which a recipe asks for something that is not, are left as they are, and the
-            report names them; but master weights are set to their parameters, if these are loaded.
+            that are not stored, or are made of something that is not, are left as they are, and the report names them;
+            but master weights are set to their parameters, if these are loaded.
         allow_unused: Patterns of stored flat keys that need not be asked for, where ``strict`` is ``"all"``, or where
             they belong to an object of a user-defined class.
         resize: Along which axis a wanted tensor may be longer or shorter than the stored one, by patterns of wanted

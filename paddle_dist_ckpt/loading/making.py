@@ -26,7 +26,7 @@ class AllMade(NamedTuple):
         sources: The flat keys that recipes speak of, those that do not fit as well.
         problems: What does not fit of the recipes, a line each.
         unfit: The flat keys for which the rest says what cannot be made, with the reasons.
-        left: What is not made of the recipes, for it may be missing, and something of which it is made is; a line each.
+        left: What is not made, for it may be missing, and something of which it would be made is; a line each.
     """
 
     tensors: dict[str, Arranged]
@@ -84,15 +84,6 @@ class RecipeArranger:
         keys, problems, unlike = _wanted_keys(self._recipes, stored)
         matching = match_recipes(self._recipes, {key: key for key in keys})
         made, misfits = _made(matching, stored, absent)
-        misfits = unlike | misfits
-        sources = {key: filled.keys.values() for key, filled in matching.recipes.items()}
-        lacking = [
-            key
-            for key in filter(self._may_be_missing, misfits)
-            if key in unlike or any(one not in stored and absent(one).startswith(MISSING) for one in sources[key])
-        ]
-        left = [f"{key}: {misfits.pop(key)}" for key in lacking]
-        problems += [f"{key}: {text}" for key, text in misfits.items()]
         used = {*matching.sources, *matching.recipes}
         others = self._rest.arrange(stored, None) if self._rest is not None else _as_they_are(stored)
         kept = {
@@ -105,7 +96,17 @@ class RecipeArranger:
             for key, one in kept.items()
             if not is_itself(key, one, stored) and (text := _why_unfit(one, stored, absent))
         }
+        sources: dict[str, Iterable[str]] = {key: (part.key for part in kept[key].parts) for key in unfit}
         kept = {key: one for key, one in kept.items() if key not in unfit}
+        sources |= {key: filled.keys.values() for key, filled in matching.recipes.items()}
+        lacking = [
+            key
+            for key in filter(self._may_be_missing, [*unlike, *misfits, *unfit])
+            if key in unlike or any(one not in stored and absent(one).startswith(MISSING) for one in sources[key])
+        ]
+        misfits = unlike | misfits
+        left = [f"{key}: {(misfits if key in misfits else unfit).pop(key)}" for key in lacking]
+        problems += [f"{key}: {text}" for key, text in misfits.items()]
         return AllMade({**kept, **made}, set(matching.sources), problems, unfit, left)
 
 

@@ -96,7 +96,7 @@ def expand(wanted: WantedState, answer: LoadAnswer, table: ShardTable, cast: boo
             result.stored.append(elsewhere.get(path, path))
             result.cast.append(cast)
             continue
-        if path in recipes and wanted.may_be_missing(plain_key(path)) and _lacks(recipes[path], answer):
+        if wanted.may_be_missing(plain_key(path)) and _lacks(path, recipes, answer):
             result.missing.append(path)
             continue
         result.made.add(path)
@@ -198,9 +198,10 @@ class _Making:
         return _local_part(self._geometries[number], Part("", *part), shape)
 
 
-def _lacks(filled: FilledRecipe, answer: LoadAnswer) -> bool:
-    """Whether something that a recipe asks for is not stored at all."""
-    return any(answer.absent.get(key, "").startswith(MISSING) for key in filled.keys.values())
+def _lacks(path: str, recipes: Mapping[str, FilledRecipe], answer: LoadAnswer) -> bool:
+    """Whether something of which a tensor is made is not stored at all."""
+    keys = recipes[path].keys.values() if path in recipes else (part.key for part in answer.parts[path].parts)
+    return any(answer.absent.get(key, "").startswith(MISSING) for key in keys)
 
 
 def fitted_parts(arranged: Arranged, dtype: DType | None, find: Callable[[str], SourceTensor]) -> Made:

@@ -642,6 +642,24 @@ def test_a_state_that_is_not_stored_is_missing(tmp_path: Path) -> None:
     assert error.problems[0].startswith("b.moment1_0: it is made of a.moment1_0, which in the checkpoint is missing")
 
 
+def test_a_state_need_not_be_stored(tmp_path: Path) -> None:
+    """Nor one of those of which it is made. What is stored has to fit."""
+    arrays = {key: array_of((4, 6), "float32", i) for i, key in enumerate(("a", "b", "a.moment1_0"))}
+    statements, keys = ["a, b -> x, axis=0"], ("x", "x.w_0", "x.moment1_0")
+    targets = {key: np.full((8, 6), 7, "float32") for key in keys}
+    raise_first([one_rank(tmp_path, arrays, targets, statements, allow_missing=["x.*"])])
+    assert_same(targets["x"], np.concatenate([arrays["a"], arrays["b"]]))
+    assert all((targets[key] == 7).all() for key in keys[1:])
+    config = {"aoa_statements": statements, "enable_traceback": False}
+    options = LoadOptions(aoa_config=config, allow_missing=["x.mom*"])
+    assert set(load_merged_state_dict(tmp_path, options=options)) == {"x"}
+    assert export(tmp_path, tmp_path / "out", "native", options=options).tensors == 1
+    wrong = {"x": np.zeros((8, 5), "float32"), "x.moment1_0": np.zeros((8, 6), "float32")}
+    error = one_rank(tmp_path, arrays, wrong, statements, allow_missing=["x*"])
+    assert isinstance(error, StateDictMismatchError)
+    assert [problem[:2] for problem in error.problems] == ["x:"]
+
+
 def test_ranks_that_want_different_shapes_are_told(tmp_path: Path) -> None:
     save_state_dict({"a": tensor_of(array_of((4, 6), "float32", 0))}, tmp_path)
     states = [{"b": tensor_of(np.zeros(shape, "float32"))} for shape in ((4, 6), (6, 4))]
