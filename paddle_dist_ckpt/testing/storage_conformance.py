@@ -126,6 +126,7 @@ class StorageTests:
                 put(storage, name, b"")
 
         assert in_threads(10, work) == [None] * 10
+        storage.sync()
         assert sorted(storage.names()) == sorted(names)
 
     def test_a_missing_name_is_an_error_but_for_delete(self, storage: Storage) -> None:

@@ -221,6 +221,29 @@ class Changed:
         return getattr(self._file, name)
 
 
+class Late(LocalStorage):
+    """Lists what was made when the folder has been synced, before which nobody may rely on it."""
+
+    def __init__(self, path: Any) -> None:
+        super().__init__(path)
+        self._made = set[str]()
+
+    def create(self, name: str) -> WritableFile:
+        self._made.add(name)
+        return super().create(name)
+
+    def names(self) -> list[str]:
+        return [name for name in super().names() if name not in self._made]
+
+    def sync(self) -> None:
+        super().sync()
+        self._made.clear()
+
+
+def test_names_need_not_be_listed_before_the_folder_is_synced(tmp_path: Path) -> None:
+    StorageTests().test_all_names_are_listed_however_many(Late(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("kind", "test"),
     [
