@@ -12,7 +12,7 @@ from ..core.text import encodable
 from ..files.names import metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..readers.others import LOOK, left_by_download, what_it_is
 from ..storage.base import Storage
-from ..storage.capabilities import has_folders
+from ..storage.capabilities import has_folders, is_part
 from .catalogs import foreign_ids
 from .foreign import foreign_id
 from .ids import committed_ids, no_folder_text
@@ -53,8 +53,10 @@ def nothing_text(storage: Storage, unique_id: int | None) -> str:
         return text
     if (data_file := _data_file(storage)) is not None:
         return data_file
-    which = "" if unique_id is None else f" with unique_id {unique_id}"
-    return "; ".join([f"{storage.location} holds no committed checkpoint{which}", *_reasons(storage, unique_id)])
+    place, which = storage.location, "" if unique_id is None else f" with unique_id {unique_id}"
+    if unique_id is not None and is_part(storage):  # the folder may well hold one
+        place = "/".join([place, *map(encodable, storage.names()[:1])])
+    return "; ".join([f"{place} holds no committed checkpoint{which}", *_reasons(storage, unique_id)])
 
 
 def _data_file(storage: Storage) -> str | None:

@@ -432,3 +432,8 @@ def test_a_file_is_meant_alone_whatever_number_a_checkpoint_beside_it_has(tmp_pa
         assert read_metadata(tmp_path / "0.metadata", unique_id).format == "native"
         with pytest.raises(CheckpointNotFoundError, match="is a data file of checkpoint 0"):
             read_metadata(data_file, unique_id)
+    save_alone({"w": np.zeros(3)}, tmp_path, 3)
+    for name in ("m.safetensors", "0.metadata"):
+        told = f"/{name} holds no .* with unique_id 3; its only one has the id 0"
+        with pytest.raises(CheckpointNotFoundError, match=told):
+            read_metadata(tmp_path / name, 3)
