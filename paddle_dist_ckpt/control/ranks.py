@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..core.memory import Bytes1D
-from ..core.protocols import ControlHub, Transfers, Transport
+from ..core.protocols import ControlHub, ControlSession, Transfers, Transport
 from .session import Ending, check_payload, check_replies, check_topic
 from .verified import VerifiedTransfers
 
@@ -129,6 +129,8 @@ class Ranks:
         host_transport: For bulk data that are to stay in host memory.
         memory: Whatever the caller wants to keep with the connection.
         count: How many ranks there are.
+        within: The session that is open around all that is done, if one is: then there is no gap between sessions, in
+            which a rank could be interrupted and the others not hear of it.
     """
 
     rank: int
@@ -137,10 +139,11 @@ class Ranks:
     host_transport: Transport
     memory: dict[str, Any] = field(default_factory=dict)
     count: int = 1
+    within: ControlSession | None = None
 
     def session(self, kind: str, timeout: float) -> Ending:
         """Make the hub's next session: ``with ranks.session(kind, timeout) as made, made as session``."""
-        return Ending(self.hub.session(kind, timeout))
+        return Ending(self.hub.session(kind, timeout) if self.within is None else nullcontext(self.within))
 
     @classmethod
     def alone(cls, rank: int = 0) -> Ranks:

@@ -363,6 +363,13 @@ class CheckpointManager:
 
     def _ask(self, what: str, choose: Callable[[], Any], seen: Callable[[], int | None] = lambda: None) -> Any:
         """What the coordinator chooses from the steps that there are; no rank has ``seen`` a step that is later."""
+        with self._session(what) as made, made as session:
+            return self._choose(session, what, choose, seen)
+
+    def _choose(
+        self, session: ControlSession, what: str, choose: Callable[[], Any], seen: Callable[[], int | None]
+    ) -> Any:
+        """A round for :meth:`_ask`."""
 
         def tell() -> bytes:
             return json.dumps((seen(), str(self._root))).encode()
@@ -382,8 +389,7 @@ class CheckpointManager:
                     )
             return dict.fromkeys(messages, json.dumps(chosen).encode())
 
-        with self._session(what) as made, made as session:
-            return json.loads(session.gather_scatter(what, tell, answer))
+        return json.loads(session.gather_scatter(what, tell, answer))
 
     def _latest_seen(self) -> int | None:
         """The latest step of which this rank has the `.metadata`, if ranks may have roots of their own."""
@@ -417,7 +423,7 @@ class CheckpointManager:
             ValueError: an argument is invalid.
         """
         separate = self._options.separate_folders
-        given = LoadOptions(separate_folders=separate) if options is None else options
+        given = LoadOptions(timeout=self._options.timeout, separate_folders=separate) if options is None else options
         options, check_options = enter_with(given, LoadOptions)
         alone = options.no_dist and self._ranks.count > 1
 
@@ -461,24 +467,32 @@ class CheckpointManager:
             check()
             return self._latest_seen() if step is None else None
 
+        what = "restore" if step is None else f"restore step {step if number is None else number!r:.50}"
+        gone: tuple[int, CheckpointNotFoundError] | None = None
         try:
-            what = "restore" if step is None else f"restore step {step if number is None else number!r:.50}"
-            chosen = self._ask(what, choose, seen)
-            while chosen is not None:
+            while True:
+                chosen: int | None = None
                 try:
-                    load_with(self._ranks, find, step_folder(self._root, chosen), chosen, options)
-                    break
+                    # One session, for of a rank that is interrupted between two the others would not hear.
+                    with self._ranks.session(what, options.timeout) as made, made as session:
+                        chosen = self._choose(session, what, choose, seen)
+                        if gone is not None:
+                            if chosen in (None, gone[0]):
+                                raise gone[1]
+                            _logger.warning("step %d is gone, so step %d is restored", gone[0], chosen)
+                        if chosen is not None:
+                            ranks = dataclasses.replace(self._ranks, within=session)
+                            load_with(ranks, find, step_folder(self._root, chosen), chosen, options)
+                        return chosen
                 except CheckpointNotFoundError as error:  # perhaps removed just now; nothing is touched
+                    if chosen is None or (gone is not None and error is gone[1]):
+                        raise
                     if step is not None:
                         there = steps_text(self.all_steps())
                         raise CheckpointNotFoundError(f"{error}; {self._root} has {there}") from None
-                    before, chosen = chosen, self._ask(what, choose, self._latest_seen)
-                    if chosen in (None, before):
-                        raise
-                    _logger.warning("step %d is gone, so step %d is restored", before, chosen)
+                    gone = chosen, error
         finally:
             self._reading = None
-        return chosen
 
     # -- the end
 

@@ -15,8 +15,18 @@ from unittest import mock
 import numpy as np
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import AsyncSave, CheckpointManager, LocalStorage, PerRank, SaveOptions, save_state_dict
+from paddle_dist_ckpt import (
+    AsyncSave,
+    CheckpointError,
+    CheckpointManager,
+    LoadOptions,
+    LocalStorage,
+    PerRank,
+    SaveOptions,
+    save_state_dict,
+)
 from paddle_dist_ckpt.manager import sigterm
+from paddle_dist_ckpt.wiring import load_with
 from test.paddle.layouts import Spread
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, local_array
@@ -250,6 +260,20 @@ def interrupted_as_it_begins(root: str, ranks: int, victim: int) -> tuple[str | 
         steps.save(3, state(ranks, 3))
         steps.wait()
         return raised, steps.all_steps()
+
+
+def interrupted_before_it_reads(root: str, ranks: int, victim: int) -> tuple[str, float, int | None]:
+    """A rank is interrupted when it knows which step is restored; what that raises, how long it takes, and the next."""
+    with manager(root, ranks, async_save=False) as steps:
+        steps.save(1, state(ranks, 1))
+        interrupt = {"side_effect": KeyboardInterrupt} if dist.get_rank() == victim else {"wraps": load_with}
+        begun = time.monotonic()
+        with mock.patch("paddle_dist_ckpt.manager.manager.load_with", **interrupt):  # type: ignore[call-overload]
+            try:
+                raised = str(steps.restore(state(ranks, 0), options=LoadOptions(timeout=60, separate_folders=True)))
+            except (CheckpointError, KeyboardInterrupt) as error:
+                raised = f"{type(error).__name__}: {error}"
+        return raised, time.monotonic() - begun, steps.restore(state(ranks, 0))
 
 
 def made_again(root: str, ranks: int, victim: int) -> tuple[str | None, bool, list[int]]:

@@ -1231,6 +1231,18 @@ def test_all_ranks_make_the_save_after_one_that_was_interrupted_on_one(
         assert steps == [1, 3]
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_restore_that_is_interrupted_before_it_reads_is_told_to_all(
+    pool: RankPool, tmp_path: Path, victim: int
+) -> None:
+    results = pool.run(cases.interrupted_before_it_reads, str(tmp_path), 3, victim, ranks=3)
+    for rank, (raised, seconds, restored) in enumerate(results):
+        assert raised.startswith("KeyboardInterrupt" if rank == victim else "RankFailureError"), raised
+        assert rank == victim or f"rank {victim}" in raised
+        assert seconds < 30
+        assert restored == 1
+
+
 def test_all_ranks_make_a_save_again_that_has_failed_on_one(pool: RankPool, tmp_path: Path) -> None:
     for raised, due, steps in pool.run(cases.made_again, str(tmp_path), 3, 1, ranks=3):
         assert raised == "RankFailureError"
