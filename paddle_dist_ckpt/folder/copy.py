@@ -55,22 +55,11 @@ def copy(source: Storage, out: Storage, unique_id: int | None, progress: bool | 
 def _copy(source: Storage, out: Storage, metadata: Metadata, data: bytes, progress: bool | None) -> None:
     """Copy a checkpoint of which ``data`` is the `.metadata`."""
     check_sizes(source, metadata, range(len(metadata.files)))
-    begun: list[Lease] = []
-    try:
-        _copy_claimed(source, out, metadata, data, progress, begun)
-    finally:
-        for lease in begun:  # a claim that is kept fresh is in others' way for as long as the process lives
-            lease.stop()
-
-
-def _copy_claimed(
-    source: Storage, out: Storage, metadata: Metadata, data: bytes, progress: bool | None, begun: list[Lease]
-) -> None:
-    """See :func:`_copy`; ``begun`` gets the lease."""
-    lease = in_folder(out, lambda: Lease(out, metadata.unique_id, automatic=True, made=begun))
+    begun: list[Lease] = []  # an interrupt may come when the lease is there
     made: list[str] = []
     unseen: list[str] = []  # of these, what somebody who takes this copy for dead may not find
     try:
+        lease = in_folder(out, lambda: Lease(out, metadata.unique_id, automatic=True, made=begun))
         try:
             _copy_files(source, lease, metadata, progress, made, unseen)
             _commit(lease, metadata, data)
@@ -78,12 +67,19 @@ def _copy_claimed(
             lease.check_held()
             raise
     except BaseException:
-        lease.stop()
-        with suppress(Exception):  # a later save does what is left to do
-            _undo(lease, metadata, made, unseen)
-            lease.withdraw(*_settled(lease, metadata.save_id))
+        for lease in begun:
+            lease.stop()
+            with suppress(Exception):  # a later save does what is left to do
+                _undo(lease, metadata, made, unseen)
+                lease.withdraw(*_settled(lease, metadata.save_id))
         raise
-    finish(lease, aftermath(lease, metadata.unique_id, metadata.save_id))
+    try:
+        finish(lease, aftermath(lease, metadata.unique_id, metadata.save_id))
+    except BaseException:  # an interrupt
+        lease.stop()
+        with suppress(Exception):  # nobody need wait for what is left to a later save
+            lease.mark_done()
+        raise
 
 
 def _settled(lease: Lease, save: str) -> list[str]:

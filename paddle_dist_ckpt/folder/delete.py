@@ -51,8 +51,8 @@ class Deletion:
         Nothing that goes wrong here undoes what was done before, so it is logged and left to a later save.
         """
         lease, storage, are_gone = self._lease, self._lease.storage, False
-        lease.stop()
         try:
+            lease.stop()
             remove_saves(storage, self.saves, lease.check_held)
             are_gone = True
             for name in self._claims:
@@ -149,11 +149,11 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
                 f"checkpoint {unique_id} in {storage.location} has been replaced or removed meanwhile; nothing was "
                 "deleted"
             )
+        saves = [save for save in (*lease.doomed, *lease.inherited) if save not in needed_or_made]
     except BaseException:
         with suppress(Exception):  # what has gone wrong before is to be heard of
             lease.withdraw(*ours)
         raise
-    saves = [save for save in (*lease.doomed, *lease.inherited) if save not in needed_or_made]
     try:
         # IMPORTANT: `.metadata` is gone for good before any data file is, so that nobody finds a half of a checkpoint.
         storage.delete(metadata_name(unique_id))

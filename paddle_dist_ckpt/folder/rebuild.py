@@ -106,11 +106,11 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
         # The temporary name is this claim's own: whoever finds the claim expired removes that, too.
         if not publish_under(lease, metadata.unique_id, data, replace, confirm):
             raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
+        Deletion(lease, lease.doomed).finish()
     except BaseException:
         with suppress(Exception):  # what has gone wrong before is to be heard of
             lease.withdraw()
         raise
-    Deletion(lease, lease.doomed).finish()
 
 
 def _check_there(storage: Storage, metadata: Metadata, doomed: Collection[str]) -> None:

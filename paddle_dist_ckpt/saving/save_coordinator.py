@@ -230,7 +230,7 @@ class SaveCoordinator:
     ) -> None:
         for lease in leases:
             if error is not None:
-                commit.give_up(lease, self._settled)
+                commit.give_up(lease, self._settled or len(self._requests) == 1)  # whose own files are removed by now
                 # By the next save all ranks have left this one, and nobody need wait until its claim has expired.
                 self._context.memory.given_up.add(lease.save_id)
             lease.stop()  # after a commit, what is left to do is left to a later save

@@ -660,6 +660,8 @@ def test_a_copy_that_is_interrupted_after_its_commit_keeps_its_claim_fresh_no_mo
     with pytest.raises(KeyboardInterrupt):
         copy(LocalStorage(tmp_path / "a"), FaultyStorage(tmp_path / "b", interrupt), 1, False)
     assert list_checkpoints(tmp_path / "b") == [1]
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    delete_checkpoint(tmp_path / "c", 1)  # does not wait for it either
     for thread in set(threading.enumerate()) - before:
         thread.join(PATIENCE)
         assert not thread.is_alive(), thread.name

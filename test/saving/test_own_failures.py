@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from paddle_dist_ckpt import delete_checkpoint
 from paddle_dist_ckpt.core.protocols import ControlSession
 from paddle_dist_ckpt.errors import CheckpointError, RankFailureError
 from paddle_dist_ckpt.files.writer import FileSave
@@ -156,3 +157,15 @@ def test_memory_that_is_short_when_a_save_has_failed(tmp_path: Path, monkeypatch
 
     all_ok(run_ranks(1, work))
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".metadata", ".safetensors"]
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "sync_file", "sync"])
+def test_an_interrupted_save_of_one_process_is_in_nobodys_way(tmp_path: Path, operation: str) -> None:
+    """A deletion, or a copy to the folder, would be refused as long as its claim counts."""
+    save_alone({"w": make_array((30, 7))}, tmp_path, 0)
+    there = files_in(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        save_alone({"w": make_array((30, 7))}, FaultyStorage(tmp_path, raises(operation, "*", KeyboardInterrupt())), 1)
+    assert files_in(tmp_path) == there
+    delete_checkpoint(tmp_path, 0)
+    assert not list(tmp_path.iterdir())
