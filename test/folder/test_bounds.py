@@ -289,7 +289,7 @@ def test_a_pattern_finds_what_it_matches_or_is(pattern: str, found: str) -> None
 def test_a_tensor_in_very_many_pieces_is_saved_in_time_in_proportion(tmp_path: Path) -> None:
     array = make_array((40_000, 1))
     pieces = sharded(array, [Box((i, 0), (1, 1)) for i in range(len(array))])
-    assert seconds_of(lambda: save_alone({"w": pieces}, tmp_path)) < 1.5 * slowness()
+    assert seconds_of(lambda: save_alone({"w": pieces}, tmp_path)) < 2.5 * slowness()
     assert same_bits(load_whole(tmp_path)["w"], array)
 
 
