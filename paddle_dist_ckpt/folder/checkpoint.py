@@ -17,7 +17,7 @@ from ..errors import (
 )
 from ..files.codec import decode_metadata
 from ..files.metadata import Metadata
-from ..files.names import metadata_name
+from ..files.names import metadata_name, parse_data_file
 from ..files.room import bytes_on_disk
 from ..storage.base import Storage
 from ..storage.capabilities import is_part
@@ -50,7 +50,7 @@ def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
 
 def _read(storage: Storage, unique_id: int | None) -> Metadata:
     chosen = newest_id(storage) if unique_id is None else unique_id
-    if is_part(storage) and chosen not in metadata_ids(storage):  # that of another one may be beside it
+    if is_part(storage) and chosen not in {*metadata_ids(storage), *_data_ids(storage)}:  # another's may be beside it
         chosen = None
     found, data = (Format.MISSING, b"") if chosen is None else look(storage, metadata_name(chosen), whole=True)
     if chosen is None or found in (Format.MISSING, Format.PADDLE, Format.FOLDER):
@@ -66,6 +66,11 @@ def _read(storage: Storage, unique_id: int | None) -> Metadata:
         raise CheckpointCorruptedError(str(error) if lacks_memory(error) else f"{error}. {_ADVICE}") from None
     _warn_of_paddles(storage, chosen)
     return metadata
+
+
+def _data_ids(storage: Storage) -> list[int]:
+    """Of which checkpoints there are data files."""
+    return [parsed.unique_id for name in storage.names() if (parsed := parse_data_file(name)) is not None]
 
 
 def _warn_of_paddles(storage: Storage, unique_id: int) -> None:

@@ -72,7 +72,7 @@ def test_full_disk(devices: DevicePool, tmp_path: Path, full: int, bound: int | 
 
 
 def test_a_failure_that_nobody_asked_for(devices: DevicePool, tmp_path: Path) -> None:
-    for first, second in devices.run(cases.as_on_the_host, "fail_unobserved", str(tmp_path), RANKS, 2):
+    for first, second in devices.run(cases.as_on_the_host, "fail_unobserved", str(tmp_path), RANKS, 2, 0):
         assert first.error == "RankFailureError"
         assert "an earlier save in the background" in first.message
         assert "rank 2" in first.message
@@ -81,7 +81,7 @@ def test_a_failure_that_nobody_asked_for(devices: DevicePool, tmp_path: Path) ->
 
 
 def test_saves_while_one_is_under_way(devices: DevicePool, tmp_path: Path) -> None:
-    for *refused, first, second, third in devices.run(cases.as_on_the_host, "save_while_busy", str(tmp_path), RANKS):
+    for *refused, first, second, third in devices.run(cases.as_on_the_host, "save_while_busy", str(tmp_path), RANKS, 0):
         assert [outcome.error for outcome in refused] == ["RankFailureError"] * 2
         assert results_of([first, second, third]) == [0, 1, 2]
     assert_numbers(tmp_path, [1, 4, 5])

@@ -430,6 +430,8 @@ def test_a_file_is_meant_alone_whatever_number_a_checkpoint_beside_it_has(tmp_pa
         assert read_metadata(tmp_path / "m.safetensors", unique_id).format == "safetensors"
         assert (load_whole(tmp_path / "m.safetensors", unique_id)["w"] == 7).all()
         assert read_metadata(tmp_path / "0.metadata", unique_id).format == "native"
+    assert read_metadata(data_file, 0).format == "native"  # which it is a part of
+    for unique_id in (None, 1):
         with pytest.raises(CheckpointNotFoundError, match="is a data file of checkpoint 0"):
             read_metadata(data_file, unique_id)
     save_alone({"w": np.zeros(3)}, tmp_path, 3)
