@@ -84,12 +84,12 @@ def program_state(model: Any, key: str, of_any_mode: bool = False) -> dict[str, 
 def all_of_program(model: Any) -> dict[str, Any]:
     """What Paddle gives of a DistModel in train mode, in whatever mode it is."""
     engine = model._engine
-    mode = engine._mode
+    modes = model._mode, engine._mode  # both are looked at where programs are not in PIR
     try:
-        engine._mode = "train"
+        model._mode = engine._mode = "train"
         return dict(model.state_dict())
     finally:
-        engine._mode = mode
+        model._mode, engine._mode = modes
 
 
 def _leave_out_constants(model: Any, state: dict[str, Any]) -> None:

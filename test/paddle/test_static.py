@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -197,6 +200,18 @@ def test_all_of_a_program_is_saved_in_whatever_mode_it_is(tmp_path: Path) -> Non
             keys += alone.run(cases.save_in_mode, str(tmp_path / mode), mode)
     assert "model.embed.weight.moment1" in keys[0]
     assert keys[1:] == keys[:1] * 2
+
+
+def test_all_of_a_program_that_is_not_in_pir_is_saved_in_whatever_mode_it_is(tmp_path: Path) -> None:
+    keys = []
+    for mode in ("train", "eval"):
+        call = f"save_and_load_without_pir({str(tmp_path / mode)!r}, {mode!r})"
+        script = f"from test.paddle import cases_static as cases; print(cases.{call})"
+        env = {**os.environ, "FLAGS_enable_pir_api": "0"}
+        done = subprocess.run([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True, check=True)
+        keys.append(done.stdout.splitlines()[-1])
+    assert "moment1" in keys[0]
+    assert keys[1] == keys[0]
 
 
 def test_tensors_that_no_layer_has_in_its_state_are_none_of_a_program(tmp_path: Path) -> None:
