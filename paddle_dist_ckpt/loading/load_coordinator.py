@@ -347,14 +347,15 @@ def _keys_of(wanted: Iterable[WantedPaths]) -> set[str]:
 
 
 def _check_arranged_alike(wanted: Sequence[WantedPaths], arranged: Mapping[str, Mapping[str, Arranged | None]]) -> None:
-    """See that ranks with different rules make a tensor that they both want of the same.
+    """See that ranks with different rules make a tensor that they both want of the same, if it has no recipe.
 
     Raises:
         ValueError: they do not. A tensor would be put together of several.
     """
     rules_of: dict[str, str] = {}
     for paths in wanted if len(arranged) > 1 else ():
-        for key in (record.key for record in paths.records.values()):
+        made = set(paths.made)
+        for key in (record.key for path, record in paths.records.items() if path not in made):
             ours, theirs = arranged[paths.rules], arranged[rules_of.setdefault(key, paths.rules)]
             if ours.get(key, OWN_KEY) != theirs.get(key, OWN_KEY):
                 raise ValueError(

@@ -712,6 +712,16 @@ def test_ranks_whose_statements_make_a_tensor_of_different_things_are_told(tmp_p
     assert all((to_array(state["x"].local_tensor) == 7).all() for state in wanted)
 
 
+def test_statements_that_differ_about_a_tensor_that_has_a_recipe(tmp_path: Path) -> None:
+    """The recipe comes first, on all ranks."""
+    arrays = {key: array_of((4, 4), "float32", i) for i, key in enumerate("abc")}
+    parts = {"x": cut("rows", (4, 4), 2)}
+    wanted = [weights({"x": np.zeros((4, 4), "float32")}, parts, rank) for rank in range(2)]
+    said = [["a -> x"], ["b -> x"]]
+    raise_first(with_statements_of_their_own(tmp_path, arrays, wanted, said, recipes={"x": stored("c")}))
+    assert_same(to_array(wanted[1]["x"].local_tensor), arrays["c"][2:])
+
+
 def test_whole_tensors_of_everything(tmp_path: Path) -> None:
     arrays = {key: array_of((4, 6), "float32", i) for i, key in enumerate(("a", "b", "c", "d", "a.moment1_0"))}
     save_state_dict(
