@@ -211,6 +211,8 @@ def _meant(storage: Storage, names: set[str], sources: _StateFiles, budget: Budg
     index = sources.indexes[0]
     told = weight_map_of(storage, names, index, budget)
     if told is None:
+        if not sources.files:
+            _logger.warning("%s: %s tells of an optimizer, of which no file is here", storage.location, index)
         return {}, sources.files
     weight_map, is_taken = told
     single, files = index.removesuffix(OF_INDEX), set(weight_map.values())

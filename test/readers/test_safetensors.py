@@ -231,7 +231,9 @@ def test_of_a_single_file_and_an_index_the_one_that_is_whole_is_taken(
     assert f"holds model.safetensors and {INDEX}, which names other files; {taken} is taken" in caplog.text
 
 
-def test_what_ranks_had_of_an_optimizer_is_read_beside_an_index_of_no_files(tmp_path: Path) -> None:
+def test_what_ranks_had_of_an_optimizer_is_read_beside_an_index_of_no_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As PaddleNLP and PaddleFormers save it with ignore_merge_optimizer. A key that ranks share is left out."""
     write_unified(tmp_path, "model", {"a": np.ones(2), "b": np.ones(2)})
     notes = {"quant_ckpt_resume_times": 0, "optim_shard_num": 2}
@@ -245,6 +247,10 @@ def test_what_ranks_had_of_an_optimizer_is_read_beside_an_index_of_no_files(tmp_
     optimizer = [("optimizer", f"{key}_0") for key in ("a/moment1", "a/moment2", "b/moment1")]
     assert paths_of(catalog) == [("model", "a"), ("model", "b"), *optimizer]
     assert [path for path, reason in catalog.left_out if "in several files" in reason] == [("master_weights", "b")]
+    for file in tmp_path.glob("optimizer*_shard_*"):
+        file.unlink()
+    assert ("model", "a") in paths_of(read(tmp_path))
+    assert "optimizer.safetensors.index.json tells of an optimizer, of which no file is here" in caplog.text
 
 
 def test_a_warning_names_what_an_index_does_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
