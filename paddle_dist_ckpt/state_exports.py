@@ -15,6 +15,7 @@ import msgspec
 from .control.ranks import Ranks
 from .core.messages import encode
 from .core.parts import SourceTensor
+from .core.protocols import ControlSession
 from .core.shards import Kind
 from .errors import UnsupportedValueError
 from .exporting.export import check_free, check_same_export
@@ -50,14 +51,17 @@ def export_state_with(
     """
     suffix = options.data_suffix or DEFAULT_SUFFIX
     request = msgspec.structs.replace(request, block_bytes=options.block_bytes, data_suffix=suffix)
-    with _hidden_folder(ranks, request, options, source) as hidden:
-        save_with(ranks, paddles(ranks, state_dict), hidden, 0, False, options)
-        return export_with(ranks, hidden, request, LoadOptions(**_shared(options)))
+    with _hidden_folder(ranks, request, options, source) as (within, hidden):
+        save_with(within, paddles(ranks, state_dict), hidden, 0, False, options)
+        return export_with(within, hidden, request, LoadOptions(**_shared(options)))
 
 
 @contextmanager
-def _hidden_folder(ranks: Ranks, request: ExportRequest, options: SaveOptions, source: str) -> Iterator[str]:
+def _hidden_folder(
+    ranks: Ranks, request: ExportRequest, options: SaveOptions, source: str
+) -> Iterator[tuple[Ranks, str]]:
     """A folder beside the place where the export is to be, made and removed by the coordinator; the same on all ranks.
+    With it, the ranks within one session for all that is done with it.
 
     Raises:
         FileExistsError: what is to be written is there.
@@ -74,7 +78,7 @@ def _hidden_folder(ranks: Ranks, request: ExportRequest, options: SaveOptions, s
         try:
             with ranks.session("export_state_dict", options.timeout) as opened, opened as session:
                 hidden = session.gather_scatter("place", lambda: b"", place).decode()
-            yield hidden
+                yield dataclasses.replace(ranks, within=session), hidden
         finally:
             for folder in made:
                 folder.remove()
@@ -92,14 +96,22 @@ def export_filled_with(
         UnsupportedValueError: a key is one of several tensors' if it is not escaped.
         Otherwise what a load and an export raise.
     """
+    with ranks.session("merge_sharded_state_dict", options.timeout) as made, made as session:
+        within = dataclasses.replace(ranks, within=session)
+        return _export_filled(session, within, path, request, options, offload)
+
+
+def _export_filled(
+    session: ControlSession, ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions, offload: bool
+) -> ExportReport:
     from .paddle_adapter import PaddleAdapter
 
-    metadata, source, members, coordinator = _read_together(ranks, path, request, options)
+    metadata, source = _read_together(session, path, request, options)
     stored, place = stored_tensors(metadata), "cpu" if offload else None
     asked = set(stored if request.keys is None else request.keys)
     keys = [key for key in stored if key in asked]
     _check_one_meaning(metadata, keys)
-    mine = keys[members.index(ranks.rank) :: len(members)]
+    mine = keys[session.ranks.index(ranks.rank) :: len(session.ranks)]
     state: dict[Any, Any] = {}
 
     def find() -> tuple[dict[Any, Any], Adapter]:  # in the session, so that all ranks hear of one that has no memory
@@ -113,7 +125,7 @@ def export_filled_with(
     patterns = match_recipes(recipes, {key: key for key in keys}).patterns
     filling = dataclasses.replace(options, recipes={key: one for key, one in recipes.items() if patterns[key]} or None)
     report = load_with(ranks, find, path, metadata.unique_id, filling, offload)
-    if ranks.rank == coordinator:
+    if ranks.rank == session.coordinator:
         _warn_of_new(options, stored)
     left = set(report.skipped_keys)
     for reason in report.skipped:
@@ -124,14 +136,14 @@ def export_filled_with(
 
 
 def _read_together(
-    ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions
-) -> tuple[Metadata, str, Sequence[int], int]:
+    session: ControlSession, path: Any, request: ExportRequest, options: LoadOptions
+) -> tuple[Metadata, str]:
     """What the checkpoint holds, which each rank reads for itself, when the place of the export is known to be free and
-    all ranks to ask for the same; with its folder, the ranks that take part, and the coordinator."""
+    all ranks to ask for the same; with its folder."""
     found: list[tuple[Metadata, str]] = []
 
     def read() -> bytes:
-        with source_of(path, options, ranks.rank) as storage:
+        with source_of(path, options, session.rank) as storage:
             found.append((read_checkpoint(storage, request.unique_id), storage.location))
         return encode(comparable(request, options))
 
@@ -140,13 +152,9 @@ def _read_together(
         check_free(request, folders)
         return dict.fromkeys(messages, b"")
 
-    with (
-        ranks.session("merge_sharded_state_dict", options.timeout) as made,
-        made as session,
-        bounded_folders(options.progress_timeout, ranks.rank) as folders,
-    ):
+    with bounded_folders(options.progress_timeout, session.rank) as folders:
         session.gather_scatter("read", read, check)
-    return *found[0], session.ranks, session.coordinator
+    return found[0]
 
 
 def _check_one_meaning(metadata: Metadata, keys: Sequence[str]) -> None:

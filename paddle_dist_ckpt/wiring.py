@@ -127,8 +127,9 @@ def save_with(
         replace_newest: Without a number, replace the newest checkpoint, by the coordinator's listing.
         kind: What the session is called.
     """
-    ticket, made = Ticket(), ranks.hub.session(save_kind(in_background, kind), options.timeout)
-    memory = ranks.memory.setdefault("save", SaveMemory())
+    ticket, made = Ticket(), ranks.make_session(save_kind(in_background, kind), options.timeout)
+    # One within another call takes no turn: that call's session is open already.
+    memory = ranks.memory.setdefault("save", SaveMemory()) if ranks.within is None else SaveMemory()
     try:
         memory.turn.join(ticket)
         with ExitStack() as opened:

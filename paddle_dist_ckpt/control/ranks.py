@@ -143,7 +143,11 @@ class Ranks:
 
     def session(self, kind: str, timeout: float) -> Ending:
         """Make the hub's next session: ``with ranks.session(kind, timeout) as made, made as session``."""
-        return Ending(self.hub.session(kind, timeout) if self.within is None else nullcontext(self.within))
+        return Ending(self.make_session(kind, timeout))
+
+    def make_session(self, kind: str, timeout: float) -> AbstractContextManager[ControlSession]:
+        """The same, for who ends it once more by other means."""
+        return self.hub.session(kind, timeout) if self.within is None else nullcontext(self.within)
 
     @classmethod
     def alone(cls, rank: int = 0) -> Ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,16 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import ExportReport, LoadOptions, SaveOptions, export, export_state_dict, save_state_dict
+from paddle_dist_ckpt import (
+    CheckpointError,
+    ExportReport,
+    LoadOptions,
+    SaveOptions,
+    export,
+    export_state_dict,
+    save_state_dict,
+    state_exports,
+)
 from paddle_dist_ckpt.storage import Folders
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.paddle.layouts import LAYOUTS, Array
@@ -85,6 +95,21 @@ def bad_arguments_on_one_rank(path: str, out: str) -> list[Outcome]:
         outcomes.append(outcome_of(lambda call=call: call(out)))
         export(path, f"{out}{i}", process_group=group, options=quick)
     return outcomes
+
+
+def interrupted_between(out: str, ranks: int, victim: int, call: str) -> tuple[str, float, str | None]:
+    """A rank is interrupted in an export of a state_dict before this call; what that raises, how long it takes, and
+    what the next export raises."""
+    state, group, options = {"w": paddle.ones([2])}, group_of(ranks), SaveOptions(timeout=60)
+    how = {"side_effect": KeyboardInterrupt} if dist.get_rank() == victim else {"wraps": getattr(state_exports, call)}
+    begun = time.monotonic()
+    with mock.patch.object(state_exports, call, **how):
+        try:
+            raised = str(export_state_dict(state, out, process_group=group, options=options))
+        except (CheckpointError, KeyboardInterrupt) as error:
+            raised = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - begun
+    return raised, seconds, outcome_of(lambda: export_state_dict(state, out, process_group=group)).error
 
 
 def export_and_die(path: str, out: str, victim: int, at: int) -> Outcome:

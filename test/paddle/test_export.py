@@ -103,6 +103,18 @@ def test_what_is_beside_a_live_state_dicts_place_is_named_once(
     ]
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("call", ["save_with", "export_with"])
+def test_an_interrupt_between_the_steps_of_an_export_is_told_to_all(
+    pool: RankPool, tmp_path: Path, call: str, victim: int
+) -> None:
+    results = pool.run(cases.interrupted_between, str(tmp_path / "out"), 2, victim, call, ranks=2)
+    for rank, (raised, seconds, then) in enumerate(results):
+        assert raised.startswith("KeyboardInterrupt" if rank == victim else "RankFailureError"), raised
+        assert seconds < 30
+        assert then is None
+
+
 def test_a_file_for_paddle_load(pool: RankPool, tmp_path: Path) -> None:
     pool.run(cases.export_live, "mp2_columns", str(tmp_path / "model.pdparams"), "pdparams", ranks=2)
     found = paddle.load(str(tmp_path / "model.pdparams"))
