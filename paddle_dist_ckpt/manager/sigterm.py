@@ -111,8 +111,9 @@ def _give_back() -> bool:
     """Put in place what was there before; returns False if somebody else has taken the signal meanwhile."""
     if signal.getsignal(signal.SIGTERM) is not _handle:
         return False
-    before = _before.pop() if _before else None
+    before = _before[-1] if _before else None
     signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+    del _before[-1:]  # and not before: after an interrupt it is to be put in place yet
     return True
 
 

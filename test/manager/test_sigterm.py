@@ -271,3 +271,24 @@ end({served})
 """
     code = subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE).returncode
     assert code == (0 if served else -signal.SIGTERM)
+
+
+@in_a_process()
+def test_what_was_there_before_is_put_in_place_after_an_interrupt_just_then() -> None:
+    """By ending it again, as a further close of a manager does."""
+
+    def mine(number: int, frame: Any) -> None:
+        pass
+
+    signal.signal(signal.SIGTERM, mine)
+    end, put = on_sigterm(lambda: None), signal.signal
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(signal, "signal", interrupted)
+        end()
+    assert signal.signal is put
+    end()
+    assert signal.getsignal(signal.SIGTERM) is mine
