@@ -38,6 +38,9 @@ class NoTransport:
         """Nothing fails."""
         return []
 
+    def get_ready(self) -> None:
+        """Does nothing."""
+
     def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
         """Does nothing."""
 

@@ -24,14 +24,15 @@ from ..core.protocols import ControlSession, Operations, Transport
 from ..core.threads import Beside
 from ..errors import CollectiveError
 
-__all__ = ["ADVICE", "VerifiedTransfers", "agree_on_collectives", "digest_of", "digest_of_blocks"]
+__all__ = ["ADVICE", "WITHOUT", "VerifiedTransfers", "agree_on_collectives", "digest_of", "digest_of_blocks"]
 
 _MOST_NAMES = 20  # in an error
 _ALL = -1  # the destination of a broadcast
-ADVICE = (
-    "the process group's communicator is not used any more: restart the job; a load can do without it, with "
-    "offload=True if it is a device's, or with LoadOptions(exchange='never') if every rank reaches all files"
+WITHOUT = (
+    "a load can do without it, with offload=True if it is a device's, or with LoadOptions(exchange='never') if every "
+    "rank reaches all files"
 )
+ADVICE = f"the process group's communicator is not used any more: restart the job; {WITHOUT}"
 Digests = npt.NDArray[np.uint64]
 
 
@@ -60,7 +61,10 @@ def agree_on_collectives(
 
     def is_untried() -> bytes:
         get_ready()
-        return b"" if transport.tried else b"1"
+        if transport.tried:
+            return b""
+        transport.get_ready()
+        return b"1"
 
     def untried(messages: Mapping[int, bytes]) -> dict[int, bytes]:
         return dict.fromkeys(messages, b"1" if any(messages.values()) else b"")

@@ -208,6 +208,14 @@ class Transport(Operations, Protocol):
 
     tried: bool
 
+    def get_ready(self) -> None:
+        """Have what the first operation needs of this rank alone, before others wait for it in there.
+
+        Raises:
+            CheckpointError: it cannot be had. It may be asked for again.
+        """
+        ...
+
     def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
         """Use nothing that fails on any rank.
 

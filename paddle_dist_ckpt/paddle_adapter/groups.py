@@ -175,7 +175,7 @@ def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: in
 
 
 def _new_kept(group: Any) -> _Kept:
-    transport = PaddleTransport(lambda: group)
+    transport = PaddleTransport(lambda: group, takes_host_memory(group))
     return _Kept(transport, transport if takes_host_memory(group) else PaddleTransport(lambda: _host_group(group)))
 
 

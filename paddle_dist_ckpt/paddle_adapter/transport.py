@@ -13,11 +13,11 @@ import paddle
 import paddle.distributed as dist
 from paddle.base.framework import _current_expected_place as _current_place
 
-from ..control.verified import ADVICE
+from ..control.verified import ADVICE, WITHOUT
 from ..core.cached import cached_property
 from ..core.memory import Bytes1D, address_of, copy_bytes
 from ..core.text import ranks_text
-from ..errors import CollectiveError
+from ..errors import CheckpointError, CollectiveError
 from .device import at_device, host_tensor, is_gpu_build, name_of
 from .device_copies import DeviceCopies
 from .device_memory import TensorBytes
@@ -46,10 +46,11 @@ class PaddleTransport:
 
     Args:
         make_group: Gives the group. It is called when the transport is first used, on all ranks of the group.
+        on_host: Whether that group takes host memory.
     """
 
-    def __init__(self, make_group: Callable[[], Any]) -> None:
-        self._make_group = make_group
+    def __init__(self, make_group: Callable[[], Any], on_host: bool = True) -> None:
+        self._make_group, self._on_host = make_group, on_host
         self.tried = self._broken = self._has_all_to_all = False
         self._current = name_of(_current_place())  # helper threads have another one
 
@@ -59,7 +60,7 @@ class PaddleTransport:
 
     @cached_property
     def _memory(self) -> _HostMemory | _DeviceMemory:
-        if takes_host_memory(self._group):
+        if self._on_host:
             return _HostMemory()
         return _DeviceMemory(_device_of_rank() if self._current == "cpu" else self._current)
 
@@ -122,6 +123,18 @@ class PaddleTransport:
                 for start in range(0, size, step):
                     into = incoming.get(source, _NOTHING)[start : start + step]
                     self._scatter(_cut(outgoing, start, step), into, min(step, size - start), source, packed)
+
+    def get_ready(self) -> None:
+        """See :class:`..core.protocols.Transport`. A rank that waits for another in a device's first collective keeps
+        Paddle's store to itself, and so no group on the host could be made in its place."""
+        if not self._on_host:
+            parts = [_blank() for _ in self._group.ranks]
+            try:
+                _ = self._memory.filled(parts), self._memory.empty(parts)
+            except (RuntimeError, MemoryError, OSError) as error:
+                raise CheckpointError(
+                    f"no memory on the device for a collective ({type(error).__name__}: {error}): free some; {WITHOUT}"
+                ) from error
 
     def try_out(self) -> list[str]:
         """See :class:`..core.protocols.Operations`. A backend that has no all-to-all says so on each rank by itself."""

@@ -200,6 +200,9 @@ class FaultyTransport:
         """Nothing fails."""
         return []
 
+    def get_ready(self) -> None:
+        """Does nothing."""
+
     def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
         """Does nothing."""
 

@@ -84,6 +84,9 @@ class InProcessTransport:
         """Nothing fails."""
         return []
 
+    def get_ready(self) -> None:
+        """Does nothing."""
+
     def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
         """Does nothing."""
 

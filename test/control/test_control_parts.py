@@ -446,17 +446,17 @@ def test_an_answer_to_another_round_is_not_mixed_with_those_of_this_one() -> Non
 def test_no_rank_relies_on_a_collective_that_fails_on_another_one() -> None:
     """Which of them work is tried once for a connection."""
 
-    class Stub:
+    class Stub(NoTransport):
         tried = False
 
         def __init__(self, *failing: str) -> None:
-            self.failing, self.told = list(failing), list[Mapping[str, list[int]]]()
+            self.failing, self.told = list(failing), list[Mapping[str, Sequence[int]]]()
 
         def try_out(self) -> list[str]:
             assert not self.tried
             return self.failing
 
-        def rely_on_others(self, failing: Mapping[str, list[int]]) -> None:
+        def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
             self.tried = True
             self.told.append(failing)
 
@@ -465,7 +465,7 @@ def test_no_rank_relies_on_a_collective_that_fails_on_another_one() -> None:
     def work(rank: int) -> None:
         for _ in range(2):
             with world.hub(rank).session("load", 10.0) as session:
-                verified.agree_on_collectives(session, stubs[rank])  # type: ignore[arg-type]
+                verified.agree_on_collectives(session, stubs[rank])
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))

@@ -178,7 +178,7 @@ def exchange_few(size: int) -> tuple[bytes, int]:
             raise RuntimeError("(InvalidArgument) The start row index must be less than the end row index.")
         return all_to_all(in_split_sizes=in_split_sizes, out_split_sizes=out_split_sizes, **others)
 
-    transport = PaddleTransport(lambda: dist.get_group(0))
+    transport = PaddleTransport(lambda: dist.get_group(0), on_host=False)
     incoming = {0: np.zeros(size, np.uint8)} if rank == 2 else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "alltoall_single", picky)

@@ -115,6 +115,33 @@ def save_and_load_without_room(path: str, megabytes: int) -> tuple[int, int]:
     return control.memory().peak, control.memory().capacity
 
 
+def exchange_without_room(path: str, full: int) -> list[Outcome]:
+    """Load copies by the job's first collectives while one rank's device is full, then by the host, and then as at
+    first, when there is room again; gives what the target holds."""
+    states = [{"w": dist_tensor(np.zeros([64, 256], np.float32), Spread([0, 1], (None,)))} for _ in range(3)]
+    kept: list[Any] = []
+    if dist.get_rank() == full:
+        _fill(kept)
+
+    def load_into(state: dict[str, Any], offload: bool) -> float:
+        load_state_dict(state, path, offload=offload, options=LoadOptions(timeout=8, exchange="always"))
+        return float(host_cases.local_array(state["w"]).max())
+
+    found = [outcome_of(lambda: load_into(states[0], False)), outcome_of(lambda: load_into(states[1], True))]
+    kept.clear()
+    return [*found, outcome_of(lambda: load_into(states[2], False))]
+
+
+def _fill(kept: list[Any]) -> None:
+    """Take all of the device's memory, and keep it."""
+    size = 64 * MIB
+    while size:
+        try:
+            kept.append(paddle.empty([size], "uint8"))
+        except (OSError, MemoryError, RuntimeError):
+            size //= 2
+
+
 # -- collectives that lie ----------------------------------------------------------------------------------------------
 
 
@@ -145,9 +172,9 @@ def _use_anew() -> None:
     """Let the group's transport be as before its first use."""
     kept = dist.get_group(0).__dict__.get("_paddle_dist_ckpt")
     if kept is not None:
-        make_group = kept.transport._make_group
+        make_group, on_host = kept.transport._make_group, kept.transport._on_host
         kept.transport.__dict__.clear()
-        kept.transport.__init__(make_group)
+        kept.transport.__init__(make_group, on_host)
 
 
 def save_numbers(path: str, number: int) -> Outcome:

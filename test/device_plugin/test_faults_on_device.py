@@ -269,3 +269,19 @@ def test_no_more_device_memory_than_the_tensors_have(small: DevicePool, tmp_path
     ((peak, capacity),) = small.run(cases.save_and_load_without_room, str(tmp_path), 30)
     assert 30 * MIB <= peak <= capacity == 40 * MIB
     assert list_checkpoints(tmp_path) == [0, 1]
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_no_room_for_the_first_collective(tmp_path: Path, full: int) -> None:
+    """No rank waits in it for the one that has not begun, and the host's collectives do."""
+    save_state_dict({"w": paddle.ones([64, 256])}, tmp_path)
+    env = rank_environment(0, RANKS_OF_A_JOB, memory=16 * MIB)
+    arguments = (cases.exchange_without_room, str(tmp_path), full)
+    with FreshRanks(RANKS_OF_A_JOB, *arguments, env=env, at_import=read_at_import(env)) as fresh:
+        ends = fresh.wait()
+    assert [end.exit_code for end in ends] == [0, 0], logs_of(ends)
+    for refused, by_host, again in (end.result for end in ends):
+        assert (refused.error, refused.ranks) == ("RankFailureError", (full,)), refused
+        assert "no memory on the device for a collective" in refused.message
+        assert "offload=True" in refused.message
+        assert (by_host.result, again.result) == (1.0, 1.0), (by_host, again)
