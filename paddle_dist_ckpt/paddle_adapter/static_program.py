@@ -6,6 +6,7 @@ names; the variables' own names are found by the memory, in the scope in which p
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -82,14 +83,12 @@ def program_state(model: Any, key: str, of_any_mode: bool = False) -> dict[str, 
 
 
 def all_of_program(model: Any) -> dict[str, Any]:
-    """What Paddle gives of a DistModel in train mode, in whatever mode it is."""
-    engine = model._engine
-    modes = model._mode, engine._mode  # both are looked at where programs are not in PIR
-    try:
-        model._mode = engine._mode = "train"
-        return dict(model.state_dict())
-    finally:
-        model._mode, engine._mode = modes
+    """What Paddle gives of a DistModel in train mode, in whatever mode it is. That is left as it is, for another thread
+    that runs the model: it would take a step."""
+    in_training = copy.copy(model)
+    in_training._engine = copy.copy(model._engine)
+    in_training._engine._mode = in_training._mode = "train"
+    return dict(in_training.state_dict())
 
 
 def _leave_out_constants(model: Any, state: dict[str, Any]) -> None:
