@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from ..core.box import flat_range
@@ -73,14 +74,14 @@ class ExchangePlanner:
         )
         rounds: list[list[ExchangeRound]] = [[] for _ in self._ranks]
         for one in plan:
-            units = [(unit, self._is_whole(unit, shards[unit.shard])) for unit in one if isinstance(unit, Unit)]
+            units = [unit for unit in one if isinstance(unit, Unit)]
             packs = self._packs([pack for pack in one if isinstance(pack, Pack)], places)
-            senders = self._senders([unit for unit, _ in units], shards, packs)
+            senders = self._senders(units, shards, packs)
             told: dict[int, list[PackOrder]] = {}
             for place, order, _ in packs:
                 told.setdefault(place, []).append(order)
-            for place, mine in enumerate(rounds):
-                mine.append(ExchangeRound(self._told(units, shards, place), senders, told.get(place, [])))
+            for place, (mine, orders) in enumerate(zip(rounds, self._told(units, shards), strict=True)):
+                mine.append(ExchangeRound(orders, senders, told.get(place, [])))
         return rounds
 
     def _large(self, places: IntArray) -> tuple[dict[int, ExchangeShard], dict[int, list[Need]]]:
@@ -116,8 +117,8 @@ class ExchangePlanner:
         """The readers that send to single ranks in a round, each with the size of its largest message."""
         sizes: dict[tuple[int, int], int] = {}
         for unit in units:
-            for parcel in unit.parcels:
-                if parcel.destination not in (ALL, unit.reader):
+            for parcel in () if unit.to_all else unit.parcels:
+                if parcel.destination != unit.reader:
                     pair = (self._ranks[unit.reader], self._ranks[parcel.destination])
                     sizes[pair] = sizes.get(pair, 0) + parcel.box.size * shards[unit.shard].itemsize
         for _, order, nbytes in packs:
@@ -216,29 +217,44 @@ class ExchangePlanner:
     def _global(self, destination: int) -> int:
         return ALL if destination == ALL else self._ranks[destination]
 
-    def _told(
-        self, units: Sequence[tuple[Unit, bool]], shards: Mapping[int, ExchangeShard], place: int
-    ) -> list[UnitOrder]:
-        """What the rank at a position is told of the units of a round."""
-        told = []
-        for unit, is_whole in units:
-            reads = unit.reader == place
-            parcels = [
-                ParcelOrder(
-                    self._global(p.destination), p.row if p.destination == place else p.rows.get(place, -1), p.box
-                )
-                for p in unit.parcels
-                if reads or p.destination in (ALL, place)
-            ]
-            if parcels:
-                shard = shards[unit.shard]
-                order = self._order(unit.shard, shard.shape) if reads else None
-                told.append(UnitOrder(self._ranks[unit.reader], shard.itemsize, parcels, order, is_whole))
+    def _told(self, units: Sequence[Unit], shards: Mapping[int, ExchangeShard]) -> list[list[UnitOrder]]:
+        """What each rank is told of the units of a round, by position."""
+        told: list[list[UnitOrder]] = [[] for _ in self._ranks]
+        for unit in units:
+            shard = shards[unit.shard]
+            order = UnitOrder(self._ranks[unit.reader], shard.itemsize, [], None, self._is_whole(unit, shard))
+            for place, one in self._for_all(unit, order) if unit.to_all else self._for_single(unit, order):
+                told[place].append(one)
+            read = msgspec.structs.replace(told[unit.reader][-1], shard=self._order(unit.shard, shard.shape))
+            told[unit.reader][-1] = read
         return told
+
+    def _for_all(self, unit: Unit, order: UnitOrder) -> Iterator[tuple[int, UnitOrder]]:
+        """What each position is told of a unit for all. Of ranks whose needs have the same rows that is one object."""
+        known: dict[tuple[int, ...], UnitOrder] = {}
+        places = range(len(self._ranks))
+        rows_of = zip(*(map(parcel.rows.get, places, itertools.repeat(-1)) for parcel in unit.parcels), strict=True)
+        for place, rows in enumerate(rows_of):
+            if rows not in known:
+                parcels = [ParcelOrder(ALL, row, parcel.box) for row, parcel in zip(rows, unit.parcels, strict=True)]
+                known[rows] = msgspec.structs.replace(order, parcels=parcels)
+            yield place, known[rows]
+
+    def _for_single(self, unit: Unit, order: UnitOrder) -> Iterator[tuple[int, UnitOrder]]:
+        """What the positions are told of a unit for single ranks: those that need some of it, and the reader."""
+        reads: list[ParcelOrder] = []
+        parcels = {unit.reader: reads}
+        for parcel in unit.parcels:
+            one = ParcelOrder(self._ranks[parcel.destination], parcel.row, parcel.box)
+            if parcel.destination != unit.reader:
+                parcels.setdefault(parcel.destination, []).append(one)
+                one = ParcelOrder(one.destination, -1, one.box)
+            reads.append(one)
+        return ((place, msgspec.structs.replace(order, parcels=some)) for place, some in parcels.items())
 
     def _is_whole(self, unit: Unit, shard: ExchangeShard) -> bool:
         """Whether the parcels are for all, and whole blocks, one behind the other."""
-        if unit.parcels[0].destination != ALL:  # then all are
+        if not unit.to_all:
             return False
         block_bytes = self._metadata.block_bytes
         ranges = [flat_range(parcel.box, shard.shape) for parcel in unit.parcels]

@@ -238,6 +238,7 @@ class LoadCoordinator:
         hosts = Counter(name for _, name in by_host)
         return self._options.exchange != "never" and any(count > 1 for count in hosts.values())
 
+    @no_collections()
     def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``exchange``: who reads what for whom, of the shards that all ranks have told of."""
         requests = {rank: decode(data, ExchangeRequest) for rank, data in messages.items()}

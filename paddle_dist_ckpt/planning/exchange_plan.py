@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +23,8 @@ __all__ = ["ALL", "ExchangeShard", "Need", "Parcel", "Unit", "plan_exchange"]
 ALL = -1
 _UNIT_BYTES = 4 << 20
 _BROADCAST_BYTES = 32 << 20  # of a unit that all ranks need: each message costs gloo and Python about a millisecond
-_UNITS_PER_RANK = 8  # so that what ranks read can be balanced
+_UNITS_PER_READER = 8  # so that what ranks read can be balanced
+_FEW = 8  # boxes that are cut one by one: for them columns take longer
 _ROUND_BYTES = 16 << 20  # of one round; the next one is read meanwhile
 
 
@@ -43,14 +46,16 @@ class Need:
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """A box of a shard on its way to a rank (or to ``ALL``), for that rank's need ``row`` (for all: rank to row)."""
+class Parcel(NamedTuple):
+    """A box of a shard on its way to a rank (or to ``ALL``), for that rank's need ``row`` (for all: rank to row).
+
+    There may be a million, as each unit has something for each rank where these are cut by columns.
+    """
 
     destination: int
     row: int
     box: Box
-    rows: Mapping[int, int] = field(default_factory=dict)
+    rows: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,11 @@ class Unit:
     shard: int
     reader: int
     parcels: tuple[Parcel, ...]
+
+    @property
+    def to_all(self) -> bool:
+        """Whether the parcels are for all; else none is."""
+        return self.parcels[0].destination == ALL
 
 
 def plan_exchange(
@@ -97,21 +107,25 @@ def plan_exchange(
     """
     total = sum(math.prod(shards[number].shape) * shards[number].itemsize for number in needs)
     total += small.total
-    most = max(block_bytes, total // (_UNITS_PER_RANK * ranks))
+    files = {shards[number].file for number in needs}.union(np.unique(small.file).tolist())
+    readers = len(set[int]().union(*(reach[file] for file in files)))
+    most = max(block_bytes, total // (_UNITS_PER_READER * max(1, readers)))
     unit_bytes, broadcast_bytes = min(_UNIT_BYTES, most), min(_BROADCAST_BYTES, own_bytes, most)
     units: list[tuple[Unit | Pack, Traffic]] = []
     reaching = {file: set(able) for file, able in reach.items()}
     for number in sorted(needs):  # tensor by tensor, so that each is complete soon after it has been begun
-        shard, wanted = shards[number], needs[number]
-        blocks = touched_blocks(shard.shape, shard.itemsize, [need.box for need in wanted], block_bytes)
-        nbytes = broadcast_bytes if _is_for_all(wanted, reach[shard.file], ranks) else unit_bytes
-        spans = _spans(shard.shape, wanted)
-        for start, stop in _unit_ranges(blocks, block_bytes, nbytes):
-            parcels = _parcels(shard, wanted, spans, start, stop)
-            takers = {parcel.destination for parcel in parcels}
-            reader = min(takers & reaching[shard.file] or reaching[shard.file], key=lambda r: (loads[r], r))
+        shard, able = shards[number], reaching[shards[number].file]
+        blocks = touched_blocks(shard.shape, shard.itemsize, {need.box for need in needs[number]}, block_bytes)
+        wanted = _wanted(needs[number], able, ranks)
+        boxes = Boxes.of([parcel.box for parcel in wanted], len(shard.shape))
+        spans = _spans(shard.shape, boxes)
+        for_all = wanted[0].destination == ALL
+        for start, stop in _unit_ranges(blocks, block_bytes, broadcast_bytes if for_all else unit_bytes):
+            parcels = _parcels(shard, wanted, boxes, spans, start, stop)
+            takers = wanted[0].rows.keys() if for_all else {parcel.destination for parcel in parcels}
+            reader = min(sorted(takers & able or able), key=loads.__getitem__)
             loads[reader] += min(stop, math.prod(shard.shape) * shard.itemsize) - start
-            unit = Unit(number, reader, _as_broadcast(parcels, reader, ranks))
+            unit = Unit(number, reader, tuple(parcels if for_all else _as_broadcast(parcels, reader, ranks)))
             units.append((unit, _traffic(unit, shard.itemsize)))
     units += plan_packs(small, reach, ranks, unit_bytes, _ROUND_BYTES // 2, loads)
     return _in_rounds(units, own_bytes)
@@ -126,49 +140,60 @@ def _unit_ranges(blocks: Sequence[tuple[int, int]], block_bytes: int, unit_bytes
     ]
 
 
-def _spans(shape: Sequence[int], needs: Sequence[Need]) -> tuple[IntArray, IntArray]:
-    """The first element of each need, and the one behind its last, counted in row-major order, ``[needs]``."""
-    boxes = Boxes.of([need.box for need in needs], len(shape))
+def _wanted(needs: Sequence[Need], able: Set[int], ranks: int) -> list[Parcel]:
+    """A parcel for each need; if all ranks, but perhaps whichever reads, need the very same, one to all for each box.
+
+    So it is found, and cut in units, once instead of for each rank.
+    """
+    takers = {need.rank for need in needs}
+    return _as_broadcast([Parcel(need.rank, need.row, need.box) for need in needs], min(able & takers or able), ranks)
+
+
+def _spans(shape: Sequence[int], boxes: Boxes) -> tuple[IntArray, IntArray]:
+    """The first element of each box, and the one behind its last, counted in row-major order, ``[boxes]``."""
     steps = np.cumprod([1, *reversed(shape[1:])], dtype=np.int64)[::-1] if shape else np.zeros(0, np.int64)
     return boxes.offset @ steps, (boxes.offset + boxes.shape - 1) @ steps + 1
 
 
 def _parcels(
-    shard: ExchangeShard, needs: Sequence[Need], spans: tuple[IntArray, IntArray], start: int, stop: int
+    shard: ExchangeShard,
+    wanted: Sequence[Parcel],
+    boxes: Boxes,
+    spans: tuple[IntArray, IntArray],
+    start: int,
+    stop: int,
 ) -> list[Parcel]:
-    """The needs' parts in the shard's bytes from ``start`` to ``stop``; ``spans`` is what :func:`_spans` returns."""
+    """The parts of what is wanted in the shard's bytes from ``start`` to ``stop``; ``boxes`` are those of ``wanted``,
+    and ``spans`` is what :func:`_spans` returns."""
     first, last = start // shard.itemsize, min(stop // shard.itemsize, math.prod(shard.shape))
     region = cut_flat_range(shard.shape, first, last)
+    met = np.flatnonzero((spans[0] < last) & (spans[1] > first))
+    if len(met) <= _FEW:
+        both = ((wanted[i], intersect(box, wanted[i].box)) for i in met.tolist() for box in region)
+        return [Parcel(one.destination, one.row, box, one.rows) for one, box in both if box is not None]
+    some = boxes.take(np.repeat(met, len(region)))
+    common = some.common(Boxes.of(region, len(shard.shape)).take(np.tile(np.arange(len(region)), len(met))))
+    filled = np.flatnonzero(common.filled)
+    of_these = (wanted[i] for i in met[filled // len(region)].tolist())
     return [
-        Parcel(need.rank, need.row, common)
-        for need in (needs[i] for i in np.flatnonzero((spans[0] < last) & (spans[1] > first)).tolist())
-        for box in region
-        if (common := intersect(box, need.box)) is not None
+        Parcel(one.destination, one.row, box, one.rows)
+        for one, box in zip(of_these, common.take(filled).to_list(), strict=True)
     ]
 
 
-def _is_for_all(needs: Sequence[Need], reach: Sequence[int], ranks: int) -> bool:
-    """Whether all ranks, but perhaps whichever reads, need the very same boxes."""
-    boxes: dict[int, list[Box]] = {}
-    for need in needs:
-        boxes.setdefault(need.rank, []).append(need.box)
-    readers = [rank for rank in reach if rank in boxes] or reach
-    first, *others = boxes.values()
-    return len({*boxes, readers[0]}) == ranks and all(one == first for one in others)
-
-
-def _as_broadcast(parcels: list[Parcel], reader: int, ranks: int) -> tuple[Parcel, ...]:
+def _as_broadcast(parcels: list[Parcel], reader: int, ranks: int) -> list[Parcel]:
     """One parcel to all for each box, where all ranks (but perhaps the reader) need the very same boxes once."""
     if ranks < 2:
-        return tuple(parcels)
+        return parcels
     by_rank: dict[int, list[Parcel]] = {}
     for parcel in parcels:
         by_rank.setdefault(parcel.destination, []).append(parcel)
-    boxes = {tuple(parcel.box for parcel in group) for group in by_rank.values()}
-    if len(boxes) != 1 or {*by_rank, reader} != set(range(ranks)):
-        return tuple(parcels)
+    boxes = ([parcel.box for parcel in group] for group in by_rank.values())
+    first = next(boxes)
+    if len({*by_rank, reader}) < ranks or any(other != first for other in boxes):
+        return parcels
     columns = zip(*by_rank.values(), strict=True)
-    return tuple(Parcel(ALL, 0, column[0].box, {p.destination: p.row for p in column}) for column in columns)
+    return [Parcel(ALL, 0, column[0].box, {p.destination: p.row for p in column}) for column in columns]
 
 
 def _in_rounds(units: Sequence[tuple[Unit | Pack, Traffic]], own_bytes: int) -> list[list[Unit | Pack]]:
@@ -213,7 +238,7 @@ class _RoundTraffic:
 
 
 def _traffic(unit: Unit, itemsize: int) -> Traffic:
-    moved, everyone, kept = Counter[int](), 0, 0
+    moved, everyone, kept, sent = dict[int, int](), 0, 0, 0
     for parcel in unit.parcels:
         nbytes = parcel.box.size * itemsize
         if parcel.destination == unit.reader:
@@ -221,5 +246,6 @@ def _traffic(unit: Unit, itemsize: int) -> Traffic:
         elif parcel.destination == ALL:
             everyone += nbytes
         else:
-            moved.update({unit.reader: nbytes, parcel.destination: nbytes})
-    return Traffic(moved, everyone, kept)
+            sent += nbytes
+            moved[parcel.destination] = moved.get(parcel.destination, 0) + nbytes
+    return Traffic({**moved, unit.reader: sent} if sent else moved, everyone, kept)

@@ -93,6 +93,7 @@ def small_plan(job: Job) -> list[list[list[Unit]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange_plan, "_UNIT_BYTES", UNIT_BYTES)
         patch.setattr(exchange_plan, "_ROUND_BYTES", ROUND_BYTES)
+        patch.setattr(exchange_plan, "_FEW", 2)  # so that more are cut in columns
         return planned(job, BLOCK, OWN_BYTES)
 
 
@@ -309,8 +310,9 @@ def test_a_tensor_is_complete_soon_after_it_is_begun() -> None:
     assert [min(here) for here in tensors] == sorted(min(here) for here in tensors)
 
 
-def test_a_plan_looks_at_a_need_only_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tensor that is cut by its rows among many ranks: else the time would grow with the square of these."""
+def _looks(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], boxes: list[Box]) -> tuple[int, int]:
+    """How often a plan looks at a box, and how many units it has, if each rank needs a box of a shard in blocks of
+    256 KiB."""
     looks = list[Box]()
 
     def counted(a: Box, b: Box) -> Box | None:
@@ -318,11 +320,32 @@ def test_a_plan_looks_at_a_need_only_where_it_may_be(monkeypatch: pytest.MonkeyP
         return intersect(a, b)
 
     monkeypatch.setattr(exchange_plan, "intersect", counted)
-    ranks, none = 64, np.zeros(0, np.int64)
-    shards = {0: ExchangeShard(0, (ranks * 8, 1 << 16), 4)}
-    needs = {0: [Need(rank, 0, Box((rank * 8, 0), (8, 1 << 16))) for rank in range(ranks)]}
+    ranks, none = len(boxes), np.zeros(0, np.int64)
+    needs = {0: [Need(rank, rank, box) for rank, box in enumerate(boxes)]}
     small = SmallNeeds(none, none, none, none, none, none)
-    rounds = plan_exchange(shards, needs, {0: range(ranks)}, ranks, 1 << 18, small, 1 << 40, [0] * ranks)
-    units = [unit for units in rounds for unit in units]
-    assert len(units) == 8 * ranks  # each for one rank
-    assert len(looks) == len(units)
+    shards, reach = {0: ExchangeShard(0, shape, 4)}, {0: range(ranks)}
+    rounds = plan_exchange(shards, needs, reach, ranks, 1 << 18, small, 1 << 40, [0] * ranks)
+    return len(looks), sum(map(len, rounds))
+
+
+def test_a_plan_looks_at_a_need_only_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tensor that is cut by its rows among many ranks: else the time would grow with the square of these."""
+    boxes = [Box((rank * 8, 0), (8, 1 << 16)) for rank in range(64)]
+    assert _looks(monkeypatch, (64 * 8, 1 << 16), boxes) == (8 * 64, 8 * 64)  # each unit is for one rank
+
+
+def test_a_plan_looks_once_at_what_all_ranks_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each rank."""
+    shape = (64 * 8, 1 << 16)
+    assert _looks(monkeypatch, shape, [whole(shape)] * 64) == (8 * 64, 8 * 64)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_plan_has_no_more_units_than_who_reads_may_share(alike: bool) -> None:
+    """However many ranks there are: each unit has something for each of them."""
+    for ranks in (4, 64):
+        shard = ExchangeShard(0, (4096, 4096), 4)
+        boxes = [whole(shard.shape) if alike else Box((0, 64 * rank), (4096, 64)) for rank in range(ranks)]
+        needs = {0: [Need(rank, 0, box) for rank, box in enumerate(boxes)]}
+        units = units_of(planned(Job({0: shard}, needs, {0: [1]}, ranks), 1 << 18))
+        assert len(units) == (8 if alike else 16)
