@@ -127,7 +127,7 @@ class Answering:
     def _find_untrained(self, found: Draft, names: Names, places: Mapping[str, int | None]) -> None:
         """Note of what kind of parameters optimizer variables are missing, see ``untrained``."""
         missing = [path for path, text in found.unfit.items() if text == MISSING and may_be_optimizers(path)]
-        for path in missing if self.names.variables else ():
+        for path in missing if missing and self.names.variables else ():  # they take time to find
             parameters, accumulator = names.variables.get(path, ((), ""))
             stored = [self._metadata.table.paths[at] for one in parameters if (at := places.get(one)) is not None]
             if stored and not any(self.names.containers.get(one) for one in stored):

@@ -891,8 +891,9 @@ def test_what_no_rank_finds_keeps_its_type() -> None:
 def test_sessions_are_opened_so_that_they_are_closed_for_sure() -> None:
     """By ``Ranks.session`` everywhere; a save ends its own itself, unless it goes on in the background."""
     parts = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("control", "testing")]
-    found = [path.name for path in parts for _ in range(path.read_text(encoding="utf-8").count("hub.session("))]
-    assert found == ["wiring.py"]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in parts}
+    assert [name for name, text in texts.items() if "hub.session(" in text] == []
+    assert [name for name, text in texts.items() for _ in range(text.count(".make_session("))] == ["wiring.py"]
 
 
 def test_a_connection_that_has_broken_takes_no_more(ends: tuple[Connection, Connection]) -> None:

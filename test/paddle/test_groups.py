@@ -518,8 +518,8 @@ def test_a_call_waits_no_longer_than_its_own_timeout_for_what_an_interrupted_one
     with pytest.raises(KeyboardInterrupt):
         groups._connection(group, (0, 1), 1, 0, 10.0)
     begun = time.monotonic()
-    with pytest.raises(CheckpointTimeoutError, match=r"within 0\.2 s"):
-        groups._connection(group, (0, 1), 1, 0, 0.2)
+    with pytest.raises(CheckpointTimeoutError, match="within 1 s"):
+        groups._connection(group, (0, 1), 1, 0, 1.0)
     assert time.monotonic() - begun < 5
 
 
