@@ -154,8 +154,8 @@ class Session:
     def check(self) -> None:
         """Raise if the session has failed on any rank. Cheap; long work in ``local`` should call it now and then.
 
-        Until the first round is over, a rank may have failed before it opened this session: the session in whose place
-        it is has heard of that, on another hub.
+        Until the first round is over, a rank may have failed before it opened its own: the one in whose place this is
+        has heard of that, on another hub.
         """
         if self._member.verdict is not None:
             raise self._member.error()

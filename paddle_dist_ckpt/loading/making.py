@@ -47,11 +47,10 @@ class RecipeArranger:
 
     def __init__(self, recipes: Mapping[str, Recipe], rest: Arranger | None, allow_missing: Sequence[str] = ()) -> None:
         self._recipes, self._rest, self._may_be_missing = recipes, rest, matcher(allow_missing)
-
-        self.rules = ""
+        self.rules = ""  # which are for one rank alone
 
     def by(self, rules: str) -> RecipeArranger:
-        """See :class:`..core.parts.Arranger`. It is for one rank alone."""
+        """See :class:`..core.parts.Arranger`."""
         return self
 
     def corner(self, value: Any) -> tuple[int, ...] | None:
