@@ -245,12 +245,15 @@ def is_expired(storage: Storage, name: str, now: float) -> bool:
 
 
 def is_abandoned(storage: Storage, now: float) -> bool:
-    """Whether nobody is saving to a folder any more, judged by the claims in it.
+    """Whether nobody is saving to a folder any more, judged by the claims in it; not if that cannot be seen.
 
     Args:
         storage: A local folder, whose own time of change counts too; other storages have none.
         now: The time by the folder's own clock: when a file near it was changed just now.
     """
-    # The folder itself counts as well: one that is about to be claimed has changed.
-    expired = [is_expired(storage, name, now) for name in [*_claims_in(storage), "."]]  # each may be dated anew
+    try:
+        # The folder itself counts as well: one that is about to be claimed has changed.
+        expired = [is_expired(storage, name, now) for name in [*_claims_in(storage), "."]]  # each may be dated anew
+    except OSError:
+        return False
     return all(expired)

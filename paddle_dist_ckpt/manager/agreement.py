@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
+from typing import Any
 
 from ..core.protocols import ControlSession
+from ..options import as_number
 
 __all__ = ["agree"]
 
 
-def agree(session: ControlSession, ours: Mapping[str, str], name: str) -> str:
+def agree(session: ControlSession, arguments: Mapping[str, Any], name: str) -> str:
     """All ranks must have made the manager with the same arguments.
 
     Args:
         session: The session of all ranks.
-        ours: This rank's arguments in words, by name.
+        arguments: This rank's, by name. Numbers of numpy are the same as Python's.
         name: What this rank calls the manager.
 
     Returns:
@@ -39,4 +41,9 @@ def agree(session: ControlSession, ours: Mapping[str, str], name: str) -> str:
                     )
         return dict.fromkeys(messages, f"{name} ({secrets.token_hex(4)})".encode(errors="replace"))
 
-    return session.gather_scatter("agree", lambda: json.dumps(dict(ours)).encode(), compare).decode()
+    numbers = {argument: as_number(value) for argument, value in arguments.items()}
+    ours = {
+        argument: repr(value if numbers[argument] is None else numbers[argument])
+        for argument, value in arguments.items()
+    }
+    return session.gather_scatter("agree", lambda: json.dumps(ours).encode(), compare).decode()

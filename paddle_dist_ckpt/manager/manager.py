@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import os
 import threading
@@ -23,15 +22,13 @@ from typing import Any, Literal
 
 from ..control.session import Ending
 from ..core.protocols import ControlSession
-from ..core.threads import after_fork
-from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
-from ..folder.delete import Deletion
+from ..errors import CheckpointError, CheckpointNotFoundError, DurabilityUnknownError
 from ..folder.nothing import steps_text
-from ..options import LoadOptions, SaveOptions, as_integer, as_number
+from ..options import LoadOptions, SaveOptions, as_integer
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..saving.save import After
-from ..storage import LocalStorage, bounded_folders, local_path
+from ..storage import LocalStorage, local_path
 from ..wiring import (
     Find,
     check_bool,
@@ -45,13 +42,13 @@ from ..wiring import (
     save_with,
 )
 from .agreement import agree
-from .held_log import held_back
+from .arguments import check_seconds, checked_count, checked_metrics, checked_step
 from .preparation import Preparation
-from .removal import remove_together
-from .retention import Retention, checked_count
+from .retention import Retention
 from .schedule import Schedule
+from .shared_steps import SharedSteps
 from .sigterm import on_sigterm
-from .steps import NOTE, Steps, check_seconds, checked_metrics, checked_step, step_folder
+from .steps import NOTE, Steps
 
 __all__ = ["CheckpointManager"]
 
@@ -133,41 +130,27 @@ class CheckpointManager:
             check()  # all of this in the session, so that the other ranks hear of it
             check_bool("async_save", async_save)
             place = root.location if isinstance(root, LocalStorage) else local_path(root, "root")
-            self._root = Path(place)  # absolute, for the working directory may change
+            root = Path(place)  # absolute, for the working directory may change
             self._retention = Retention(keep_last, keep_every, best)
             save_interval_steps = checked_count("save_interval_steps", save_interval_steps)
             check_seconds(save_interval_seconds)
             if save_on_sigterm and threading.current_thread() is not threading.main_thread():
                 raise ValueError("a manager with save_on_sigterm can only be made on the main thread")
-            self._steps = Steps(self._root)
-            self._folders = functools.partial(bounded_folders, self._options.progress_timeout, self._ranks.rank)
-            plain = {name: as_number(value) for name, value in arguments.items()}  # who was told them may have numpy's
-            said = {name: repr(value if plain[name] is None else plain[name]) for name, value in arguments.items()}
-            said["async_save"] = repr(async_save)
-            with self._folders() as opened:  # ranks may have folders of their own
-                self._steps.check_root(opened)
-            name = agree(session, said, self._root.name)
+            self._steps = SharedSteps(root, self._retention, self._options, self._ranks.rank)
+            name = agree(session, {**arguments, "async_save": async_save}, root.name)
             if (idle := self._retention.idle) and session.rank == session.coordinator:
-                _logger.warning("%s: without keep_last every step is kept, with or without %s", self._root, idle)
-        every_step = save_interval_steps is None and save_interval_seconds is None
-        self._interval = 1 if every_step else save_interval_steps
-        topic = f"steps of {name}"  # the coordinator's name for them, as ranks' own may differ
-        self._schedule = Schedule(self._ranks.hub, topic, self._options.timeout, interval_seconds=save_interval_seconds)
-        self._renew_lock()
-        after_fork(self._renew_lock)  # one that a thread has held, which is not there, would stay so for ever
-        self._reading: int | None = None
-        self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
-        self._pending: AsyncSave | None = None
-        self._pending_step = -1
+                _logger.warning("%s: without keep_last every step is kept, with or without %s", root, idle)
+        self._schedule = Schedule(
+            self._ranks.hub,
+            f"steps of {name}",  # the coordinator's name for them, as ranks' own may differ
+            self._options.timeout,
+            interval_steps=1 if save_interval_steps is save_interval_seconds is None else save_interval_steps,
+            interval_seconds=save_interval_seconds,
+        )
+        self._pending: tuple[int, AsyncSave] | None = None  # the step that is saved in the background, or was
         self._closed = False
         self._is_behind = True  # no save was committed since it was made, or since one has failed
-        self._told: set[str] = set()  # what was warned of, which is said once
         self._end_of_sigterm = on_sigterm(self._schedule.request) if save_on_sigterm else None
-
-    def _renew_lock(self) -> None:
-        # Guards what is being read against the removal of steps in the background. A handler of a signal may ask, or
-        # save, while the same thread asks.
-        self._lock = threading.RLock()
 
     # -- when
 
@@ -178,21 +161,15 @@ class CheckpointManager:
         while the ranks are being asked how far they are waits for the decision.
         """
         step = checked_step(step)
-        if self._pending is not None and self._pending.raised:
-            self._reconsider(self._pending)
-        if self._decided is None or self._decided[0] != step:
-            self._preparation.begin()
-            announced = self._schedule.is_due(step)
-            self._decided = (step, announced or (self._interval is not None and step % self._interval == 0))
-        return self._decided[1]
+        if self._pending is not None and self._pending[1].raised:  # all ranks have been told how it has ended
+            self._reconsider(*self._pending)
+        self._preparation.begin()
+        return self._schedule.is_due(step)
 
-    def _reconsider(self, pending: AsyncSave) -> None:
-        """When all ranks have been told how a save has ended: if it has failed, its step is due as before it began."""
-        if not pending.failed:
-            return
-        self._steps.forget(self._pending_step)
-        if self._decided == (self._pending_step, False):
-            self._decided = None
+    def _reconsider(self, step: int, pending: AsyncSave) -> None:
+        if pending.failed:
+            self._steps.known.forget(step)
+            self._schedule.failed(step)
 
     @property
     def stopping(self) -> bool:
@@ -225,50 +202,45 @@ class CheckpointManager:
         try:
             step = checked_step(step)
         except ValueError as error:
-            if force or self._interval == 1:  # the other ranks save, and wait for this one
+            if force or self._schedule.is_for_all:  # the other ranks save, and wait for this one
                 refuse(self._ranks, self._options, error, save_kind(self._async_save))
             raise
         if not self.should_save(step) and not force:
-            if self._pending is not None and self._pending_step == step:
+            if self._pending is not None and self._pending[0] == step:
                 _logger.info(
                     "a save of step %d was begun just now; wait() tells how it ends, force=True repeats it", step
                 )
-            elif self._steps.has_just_met(step):
+            elif self._steps.known.has_just_met(step):
                 _logger.info("step %d was saved, or restored, just now: force=True saves it again", step)
             return None
         if self.stopping:
             self._pass_over_failures()
-        note: dict[str, Any] = {"step": step, "metrics": {}}
-        wrong: Exception | None = None
+        after = After(functools.partial(self._retain, step), self._was_behind, self._steps.remove_abandoned)
         try:
-            note["metrics"] = checked_metrics(metrics)
-        except Exception as error:
-            wrong = error
-        options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
-        find = paddles(self._ranks, state, check=functools.partial(self._check_save, wrong), of_any_mode=True)
-        after = After(functools.partial(self._retain, step), self._was_behind, self._remove_abandoned)
-        folder = step_folder(self._root, step)
-        try:
-            saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)
+            find, options = self._what_to_save(step, state, metrics)
+            saved = save_with(self._ranks, find, self._steps.known.folder(step), step, self._async_save, options, after)
         except DurabilityUnknownError:  # it is there, and counts
             self._is_behind = False
             self._has_saved(step)
             raise
         except BaseException:  # an interrupt, too: it is an error to the other ranks
-            if self._decided == (step, False):  # it was to be saved by force
-                self._decided = None
+            self._schedule.failed(step)
             raise
         if isinstance(saved, AsyncSave):
-            self._pending, self._pending_step = saved, step
+            self._pending = step, saved
         self._has_saved(step)
         return saved
 
-    def _check_save(self, wrong: Exception | None) -> None:
-        """Raises what is wrong with the arguments, where the other ranks hear of it, and looks for the root."""
-        if wrong is not None:
-            raise wrong
-        with self._folders() as opened:
-            self._steps.check_same(opened)
+    def _what_to_save(
+        self, step: int, state: dict[Any, Any], metrics: Mapping[str, float] | None
+    ) -> tuple[Find, SaveOptions]:
+        """What finds the state, and has looked for the root before, and the options that have the step's metrics."""
+        try:
+            note = {"step": step, "metrics": checked_metrics(metrics)}
+        except Exception as error:
+            refuse(self._ranks, self._options, error, save_kind(self._async_save))
+        options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
+        return paddles(self._ranks, state, check=self._steps.check_same, of_any_mode=True), options
 
     def _was_behind(self) -> bool:
         """Whether a save begins that no committed one came before. Until it is committed, the next one is behind.
@@ -279,13 +251,8 @@ class CheckpointManager:
         return was_behind
 
     def _has_saved(self, step: int) -> None:
-        self._meet(step)
-        self._decided = (step, False)  # to save a step twice would be of no use
-        self._schedule.saved()
-
-    def _meet(self, step: int) -> None:
-        with self._folders() as opened, suppress(OSError, CheckpointError):  # the step is saved, or restored
-            self._steps.meet(step, opened)
+        self._steps.meet(step)
+        self._schedule.saved(step)  # to save it twice would be of no use
 
     def _pass_over_failures(self) -> None:
         """Failures of earlier saves are logged, and must not prevent the last one, whatever and whose they are."""
@@ -305,45 +272,15 @@ class CheckpointManager:
         self._preparation.expect(state)
         self._preparation.begin()
 
-    def _remove_abandoned(self, session: ControlSession) -> None:
-        """Remove steps that a run before has not finished: a first save may need their room, or one after a failure."""
-
-        def begin() -> dict[int, Deletion]:
-            with held_back(_logger), self._lock:
-                try:
-                    self._steps.check_same(opened)
-                    littered = self._steps.littered(opened)
-                    return self._steps.begin_removals(self._steps.abandoned(opened), littered, opened)
-                except CheckpointTimeoutError:
-                    raise
-                except (OSError, CheckpointError) as error:  # which prevents the save as well, or nothing
-                    _logger.warning("%s: steps that were never committed are left for now: %s", self._root, error)
-                    return {}
-
-        with self._folders() as opened:
-            remove_together(session, self._root, begin, opened)
-
     def _retain(self, step: int, session: ControlSession) -> None:
-        """After the commit of a step: remove the steps that are not to be kept, on every host."""
         self._is_behind = False
-
-        def begin() -> dict[int, Deletion]:
-            with held_back(_logger), self._lock:
-                self._steps.look(opened)
-                self._retention.warn(self._root, self._steps.metrics, step, self._told)
-                doomed = self._retention.doomed(self._steps.metrics, step, [self._reading])
-                doomed = self._steps.removable(doomed, opened)
-                littered = [one for one in self._steps.littered(opened, anew=False) if one not in doomed]
-                return self._steps.begin_removals([*doomed, *self._steps.abandoned(opened)], littered, opened)
-
-        with self._folders() as opened:
-            remove_together(session, self._root, begin, opened)
+        self._steps.retain(step, session)
 
     # -- what there is
 
     def all_steps(self) -> list[int]:
         """The committed steps, ascending. All ranks call it."""
-        return self._ask("all_steps", lambda: sorted(self._steps.metrics))
+        return self._ask("all_steps", lambda steps: sorted(steps.metrics))
 
     def latest_step(self) -> int | None:
         """The latest committed step; None if there is none. All ranks call it.
@@ -351,7 +288,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: a step that may be the latest cannot be read, or is in the folder of another rank alone.
         """
-        return self._ask("latest_step", self._steps.latest, self._latest_seen)
+        return self._ask("latest_step", Steps.latest, self._steps.latest_seen)
 
     def best_step(self) -> int | None:
         """The committed step that is best by the metric (of equals the later), or None. All ranks call it.
@@ -359,44 +296,11 @@ class CheckpointManager:
         Raises:
             CheckpointError: a step that may be the best cannot be read.
         """
-        return self._ask("best_step", lambda: self._steps.best(self._retention))
+        return self._ask("best_step", lambda steps: steps.best(self._retention))
 
-    def _ask(self, what: str, choose: Callable[[], Any], seen: Callable[[], int | None] = lambda: None) -> Any:
-        """What the coordinator chooses from the steps that there are; no rank has ``seen`` a step that is later."""
+    def _ask(self, what: str, choose: Callable[[Steps], Any], seen: Callable[[], int | None] = lambda: None) -> Any:
         with self._session(what) as made, made as session:
-            return self._choose(session, what, choose, seen)
-
-    def _choose(
-        self, session: ControlSession, what: str, choose: Callable[[], Any], seen: Callable[[], int | None]
-    ) -> Any:
-        """A round for :meth:`_ask`."""
-
-        def tell() -> bytes:
-            return json.dumps((seen(), str(self._root))).encode()
-
-        def answer(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-            with held_back(_logger), self._lock, self._folders() as opened:
-                self._steps.look(opened)
-                chosen = choose()
-            for rank, data in sorted(messages.items()):
-                step, root = json.loads(data)
-                if rank != self._ranks.rank and step is not None and (chosen is None or step > chosen):
-                    raise CheckpointError(
-                        f"{root} on rank {rank} has step {step}, and {self._root} on the coordinator, rank "
-                        f"{self._ranks.rank}, has {'none' if chosen is None else f'step {chosen} as its latest'}: do "
-                        f"the ranks run on other hosts than before? coordinator_rank={rank} goes on from step {step}; "
-                        "restore(state, step=...) takes what the coordinator has"
-                    )
-            return dict.fromkeys(messages, json.dumps(chosen).encode())
-
-        return json.loads(session.gather_scatter(what, tell, answer))
-
-    def _latest_seen(self) -> int | None:
-        """The latest step of which this rank has the `.metadata`, if ranks may have roots of their own."""
-        if not self._options.separate_folders:
-            return None
-        with self._folders() as opened:
-            return self._steps.highest(opened)
+            return self._steps.ask(session, what, choose, seen)
 
     # -- restore
 
@@ -443,10 +347,8 @@ class CheckpointManager:
         else:
             restored = self._restore_step(find, check, step, options)
         if restored is not None:  # otherwise it is a new job, whose first save is to come as well
-            if self._decided is not None:  # the steps begin anew
-                self._schedule.restart()
-            self._decided = (restored, False)
-            self._meet(restored)
+            self._schedule.restart(restored)
+            self._steps.meet(restored)
         self._preparation.expect(state)
         return restored
 
@@ -459,53 +361,56 @@ class CheckpointManager:
         """
         number = as_integer(step)  # Python's, as the other ranks are told of it
 
-        def choose() -> int | None:  # what is being read is not removed meanwhile
-            self._reading = self._steps.latest() if step is None else number
-            return self._reading
+        def choose(steps: Steps) -> int | None:
+            self._steps.reading = steps.latest() if step is None else number
+            return self._steps.reading
 
         def seen() -> int | None:
             check()
-            return self._latest_seen() if step is None else None
+            return self._steps.latest_seen() if step is None else None
 
         what = "restore" if step is None else f"restore step {step if number is None else number!r:.50}"
-        gone: tuple[int, CheckpointNotFoundError] | None = None
+        gone: CheckpointNotFoundError | None = None
+        chosen: int | None = None
         try:
             while True:
-                chosen: int | None = None
+                before, chosen = chosen, None
                 try:
                     # One session, for of a rank that is interrupted between two the others would not hear.
                     with self._ranks.session(what, options.timeout) as made, made as session:
-                        chosen = self._choose(session, what, choose, seen)
-                        if gone is not None:
-                            if chosen in (None, gone[0]):
-                                raise gone[1]
-                            _logger.warning("step %d is gone, so step %d is restored", gone[0], chosen)
-                        if chosen is not None:
+                        chosen = self._steps.ask(session, what, choose, seen)
+                        if chosen not in (None, before):
+                            if gone is not None:
+                                _logger.warning("step %d is gone, so step %d is restored", before, chosen)
                             ranks = dataclasses.replace(self._ranks, within=session)
-                            load_with(ranks, find, step_folder(self._root, chosen), chosen, options)
-                        return chosen
+                            load_with(ranks, find, self._steps.known.folder(chosen), chosen, options)
+                            return chosen
                 except CheckpointNotFoundError as error:  # perhaps removed just now; nothing is touched
-                    if chosen is None or (gone is not None and error is gone[1]):
+                    if chosen is None:
                         raise
                     if step is not None:
                         there = steps_text(self.all_steps())
-                        raise CheckpointNotFoundError(f"{error}; {self._root} has {there}") from None
-                    gone = chosen, error
+                        raise CheckpointNotFoundError(f"{error}; {self._steps.known.root} has {there}") from None
+                    gone = error
+                else:
+                    if gone is not None:
+                        raise gone
+                    return None
         finally:
-            self._reading = None
+            self._steps.reading = None
 
     # -- the end
 
     def wait(self) -> None:
         """Wait until the background save, if there is one, is committed; raises CheckpointError if it failed."""
-        pending = self._pending
-        if pending is not None:
-            pending.wait()
+        if self._pending is None:
+            return
+        step, pending = self._pending
+        pending.wait()
         self._pending = None  # and not before: what an interrupt does not wait for stays pending
-        if pending is not None:
-            self._reconsider(pending)
-            if not pending.raised:
-                pending.result()
+        self._reconsider(step, pending)
+        if not pending.raised:
+            pending.result()
 
     def close(self) -> None:
         """Wait for the background save, and restore the handling of SIGTERM. The manager cannot save any more then.
@@ -534,7 +439,7 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         given = "".join(f", {name}={value!r}" for name, value in self._arguments.items() if value not in (None, False))
-        return f"CheckpointManager({str(self._root)!r}{given})"
+        return f"CheckpointManager({str(self._steps.known.root)!r}{given})"
 
     def __enter__(self) -> CheckpointManager:
         return self

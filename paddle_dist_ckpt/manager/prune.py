@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -13,35 +13,30 @@ from ..files.names import metadata_name, parse_data_file
 from ..folder.checkpoint import read_checkpoint
 from ..folder.delete import warn_of_files_elsewhere
 from ..storage import Folders, LocalStorage
+from .removal import Going, Removals, remove_step
 from .retention import Retention
-from .steps import Steps, remove_step, step_folder
+from .steps import Steps, step_folder
 
 __all__ = ["PrunePlan", "Pruned", "carry_out", "plan_prune"]
 
 
-@dataclass(frozen=True, slots=True)
-class PrunePlan:
-    """What is to be removed from a folder of steps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunePlan(Going):
+    """What is to be removed from a folder of steps, with what is needed to carry that out.
 
     Attributes:
-        steps: The folder's steps, as they were seen.
-        root: The folder.
-        retention: The rules.
         kept: The committed steps that stay, ascending.
-        doomed: The committed steps that go, ascending.
-        abandoned: Steps that were never committed, and that nobody works on any more; they go as well.
-        littered: Those of ``kept`` beside which dead saves have left something, which goes.
         abandoned_bytes: What the data files in the folders of ``abandoned`` have.
+        steps: The folder's steps, as they were seen.
+        removals: What removes them.
+        retention: The rules.
     """
 
-    steps: Steps
-    root: Path
-    retention: Retention
     kept: list[int]
-    doomed: list[int]
-    abandoned: list[int]
-    littered: list[int]
     abandoned_bytes: dict[int, int]
+    steps: Steps
+    removals: Removals
+    retention: Retention
 
 
 def plan_prune(root: Path, retention: Retention, dry_run: bool = False) -> PrunePlan:
@@ -52,13 +47,21 @@ def plan_prune(root: Path, retention: Retention, dry_run: bool = False) -> Prune
     """
     steps, opened = Steps(root), Folders()
     steps.look(opened)
-    doomed = steps.removable(_doomed(steps, retention), opened)
-    now = time.time() if dry_run else None
-    kept = [step for step in sorted(steps.metrics) if step not in doomed]
-    littered = [step for step in steps.littered(opened, now) if step in kept]
-    abandoned = steps.abandoned(opened, now)
-    sizes = {step: _data_bytes(LocalStorage(step_folder(root, step))) for step in abandoned}
-    return PrunePlan(steps, root, retention, kept, doomed, abandoned, littered, sizes)
+    removals = Removals(steps)
+    going = removals.going(opened, _doomed(steps, retention), time.time() if dry_run else None)
+    kept = [step for step in sorted(steps.metrics) if step not in going.doomed]
+    littered = [step for step in going.littered if step in kept]  # not beside what cannot be read
+    sizes = {step: _data_bytes(LocalStorage(step_folder(root, step))) for step in going.abandoned}
+    return PrunePlan(
+        doomed=going.doomed,
+        abandoned=going.abandoned,
+        littered=littered,
+        kept=kept,
+        abandoned_bytes=sizes,
+        steps=steps,
+        removals=removals,
+        retention=retention,
+    )
 
 
 def _doomed(steps: Steps, retention: Retention) -> list[int]:
@@ -113,31 +116,31 @@ def carry_out(plan: PrunePlan) -> Pruned:
     Raises:
         CheckpointError: the folder is gone, or another one.
     """
-    opened = Folders()
+    opened, root = Folders(), plan.steps.root
     plan.steps.check_same(opened)
-    now = Steps(plan.root)
+    now = Steps(root)
     now.look(opened)
     doomed = [step for step in _doomed(now, plan.retention) if step in plan.doomed]
     for step in doomed:
         with suppress(OSError, CheckpointError):  # what is wrong will be heard of
-            storage = LocalStorage(step_folder(plan.root, step))
+            storage = LocalStorage(step_folder(root, step))
             warn_of_files_elsewhere(storage, read_checkpoint(storage, step))
-    begun = plan.steps.begin_removals([*doomed, *plan.abandoned], plan.littered, opened)
+    begun = plan.removals.begin(replace(plan, doomed=doomed), opened)
     left, unfinished = dict(begun), []
     try:
         for step, removal in begun.items():
             unfinished += [] if removal.finish() else [step]
             del left[step]
             # The files are gone, and what has their names now is somebody else's.
-            remove_step(plan.root, step, (), opened)
+            remove_step(root, step, (), opened)
     finally:
         for removal in left.values():  # an interrupt
             removal.leave()
     still = [step for step in plan.doomed if step in plan.steps.metrics]
-    gone = [step for step in plan.abandoned if step in begun and not os.path.lexists(step_folder(plan.root, step))]
-    kept = [step for step in sorted({*plan.kept, *still}) if not _is_gone(plan, step)]
+    gone = [step for step in plan.abandoned if step in begun and not os.path.lexists(step_folder(root, step))]
+    kept = [step for step in sorted({*plan.kept, *still}) if not _is_gone(root, step)]
     stay = [*(step for step in still if step in kept), *(step for step in plan.abandoned if step not in gone)]
-    refused = [step for step in stay if step in plan.steps.refused]
+    refused = [step for step in stay if step in plan.removals.refused]
     return Pruned(
         kept=kept,
         removed=[step for step in plan.doomed if step in begun],
@@ -151,10 +154,10 @@ def carry_out(plan: PrunePlan) -> Pruned:
     )
 
 
-def _is_gone(plan: PrunePlan, step: int) -> bool:
+def _is_gone(root: Path, step: int) -> bool:
     """Whether somebody else has removed a committed step, as far as that can be seen."""
     try:
-        os.stat(step_folder(plan.root, step) / metadata_name(step))
+        os.stat(step_folder(root, step) / metadata_name(step))
     except OSError as error:
         return isinstance(error, FileNotFoundError)
     return False

@@ -10,24 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..folder.nothing import steps_text
-from ..options import as_integer
+from .arguments import checked_count
 
-__all__ = ["Metrics", "Retention", "checked_count"]
+__all__ = ["Metrics", "Retention"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 Metrics = Mapping[str, float]
-
-
-def checked_count(name: str, number: int | None) -> int | None:
-    """Return a number of steps that may be one, as Python's int: numpy's have a largest one, some no sign.
-
-    Raises:
-        ValueError: it is neither None nor a positive integer.
-    """
-    count = as_integer(number)
-    if number is not None and (count is None or count < 1):
-        raise ValueError(f"{name} must be None or at least 1, not {number!r}")
-    return count
 
 
 @dataclass(frozen=True, slots=True)

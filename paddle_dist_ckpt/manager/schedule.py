@@ -1,4 +1,4 @@
-"""Which training steps are due for a save if time or a signal decides: the same on all ranks, and nobody waits."""
+"""Which training steps are due for a save, by their numbers, time or a signal: the same on all ranks, nobody waits."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Schedule:
         hub: Of the ranks.
         topic: The same on all ranks; schedules of one topic are matched in the order in which they are made.
         timeout: Longest wait for a decision, in seconds.
+        interval_steps: Multiples of this are due; None if the steps' numbers do not matter.
         interval_seconds: Time from one save to the next; None if time does not matter. The coordinator's counts.
         clock: Monotonic time, in seconds.
     """
@@ -29,10 +30,12 @@ class Schedule:
         topic: str,
         timeout: float,
         *,
+        interval_steps: int | None = None,
         interval_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._interval = interval_seconds
+        self._interval_steps, self._interval_seconds = interval_steps, interval_seconds
+        self._decided: tuple[int, bool] | None = None  # the step that came last, and whether it is due
         self._clock = clock
         self._make: Callable[[str], Appointments] = lambda what: hub.appointments(f"{topic}: {what}", timeout)
         self._requests = 0
@@ -47,19 +50,27 @@ class Schedule:
         self._passed_on = self._served
         self.stopping = False
 
-    def is_due(self, step: int) -> bool:
-        """Whether to save at this step: true once for each decision, at the same steps on every rank.
+    @property
+    def is_for_all(self) -> bool:
+        """Whether every step is due, so that each rank knows that the others save."""
+        return self._interval_steps == 1
 
-        Asked again about the same step, it says the same. It takes microseconds. Only a rank that comes to its next
-        step while a decision is being made waits for it, for one exchange of messages.
+    def is_due(self, step: int) -> bool:
+        """Whether to save at this step: of time and requests, true once for each decision; the same on every rank.
+
+        Asked again about the same step, it says the same, until that is saved. It takes microseconds. Only a rank that
+        comes to its next step while a decision is being made waits for it, for one exchange of messages.
 
         Raises:
             RankFailureError: the rank had to wait, but the connection to the coordinator is lost.
             CheckpointTimeoutError: the rank waited in vain.
             CheckpointError: the hub is closed.
         """
-        timed = self._interval is not None and self._is_time(step, self._interval)
-        return self._is_stop(step) or timed
+        if self._decided is None or self._decided[0] != step:
+            timed = self._interval_seconds is not None and self._is_time(step, self._interval_seconds)
+            is_multiple = self._interval_steps is not None and step % self._interval_steps == 0
+            self._decided = (step, self._is_stop(step) or timed or is_multiple)
+        return self._decided[1]
 
     def _is_time(self, step: int, interval: float) -> bool:
         over = self._timed.leads and not self._wished and self._clock() - self._saved_at >= interval
@@ -84,14 +95,21 @@ class Schedule:
         """
         self._requests += 1
 
-    def saved(self) -> None:
-        """Tell that a step was saved, for whatever reason: the interval begins anew."""
+    def saved(self, step: int) -> None:
+        """Tell that a step was saved, for whatever reason: it is not due any more, and the interval begins anew."""
+        self._decided = (step, False)
         self._saved_at = self._clock()
 
-    def restart(self) -> None:
-        """Begin anew, since the steps do, on all ranks. A request that was not served is made again."""
+    def failed(self, step: int) -> None:
+        """Tell that the save of a step has failed: whether it is due is as it was before that had begun."""
+        if self._decided == (step, False):
+            self._decided = None
+
+    def restart(self, step: int) -> None:
+        """Begin anew behind a step, since the steps do, on all ranks. A request that was not served is made again."""
         self.close()
         self._begin()
+        self._decided = (step, False)
 
     def close(self) -> None:
         """End it: from here on nothing is due. On the coordinator that goes for all ranks; none waits any more."""

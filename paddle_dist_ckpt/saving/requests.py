@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 
-from ..storage.base import FolderIdentity
 from .messages import SaveRequest
 from .planned_save import PlannedSave
 
 __all__ = ["check_room", "leaders_of"]
 
 
-def leaders_of(folders: Mapping[int, FolderIdentity], coordinator: int) -> frozenset[int]:
+def leaders_of(folders: Mapping[int, Hashable], coordinator: int) -> frozenset[int]:
     """One rank for each folder: the coordinator for its own, the lowest rank for each other."""
     leaders = {folders[rank]: rank for rank in (*sorted(folders, reverse=True), coordinator)}
     return frozenset(leaders.values())

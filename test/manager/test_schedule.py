@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import random
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from paddle_dist_ckpt import CheckpointError, CheckpointManager
 from paddle_dist_ckpt.control import SoloHub, TcpHub
+from paddle_dist_ckpt.manager import manager as manager_module
 from paddle_dist_ckpt.manager.schedule import Schedule
+from paddle_dist_ckpt.saving.rank_files import RankFiles
+from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from paddle_dist_ckpt.testing.hub_conformance.cases import LONG
 from paddle_dist_ckpt.testing.in_process import InProcessWorld
 from test.control.groups import Store
+from test.jobs import all_ok
+from test.waiting import PATIENCE
 
 
 class Clock:
@@ -89,7 +98,7 @@ def test_a_save_for_another_reason_begins_the_interval_anew() -> None:
     ranks = Ranks(interval=60.0)
     assert ranks.due(range(50), 1.0) == []
     for schedule in ranks.schedules:
-        schedule.saved()
+        schedule.saved(49)
     assert ranks.due(range(50, 109), 1.0) == []
     assert len(ranks.due(range(109, 115), 1.0)) == 1
 
@@ -175,10 +184,10 @@ def test_a_restart_begins_the_steps_anew_and_keeps_what_was_requested() -> None:
     ranks.schedules[1].is_due(100)
     ranks.schedules[2].request()
     for schedule in ranks.schedules:
-        schedule.restart()
+        schedule.restart(-1)
     assert ranks.due(range(50), 1.0) == [1]
     for schedule in ranks.schedules:
-        schedule.restart()
+        schedule.restart(-1)
     assert ranks.due(range(50), 1.0) == []
 
 
@@ -280,7 +289,7 @@ def walk(steps: list[int], seed: int, meet: Callable[[int, int], object]) -> Bod
                 schedule.request()
             if schedule.is_due(step):
                 due.append(step)
-                schedule.saved()
+                schedule.saved(step)
             meet(rank, call)
         return due
 
@@ -361,3 +370,41 @@ def test_asking_takes_microseconds() -> None:
                 schedule.is_due(step)
             best[rank] = min(best[rank], (time.perf_counter() - begun) / 1000)
     assert max(best) < 50e-6
+
+
+def test_a_signal_after_a_return_from_a_save_that_has_failed_is_heard_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not only behind the step at which it failed, to which the ranks have yet to come again."""
+    own, together, write = threading.local(), threading.Barrier(2), RankFiles._write
+    monkeypatch.setattr(manager_module, "connected", lambda *_: own.ranks)
+    full: list[bool] = []
+
+    def write_if_there_is_room(files: RankFiles) -> Any:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(files)
+
+    monkeypatch.setattr(RankFiles, "_write", write_if_there_is_room)
+
+    def work(rank: SimulatedRank) -> tuple[int | None, bool]:
+        own.ranks, state = rank.connection, {"x": np.ones(3)}
+        with CheckpointManager(tmp_path, save_interval_steps=10) as steps:
+            steps.save(0, state)
+            steps.wait()
+            together.wait(PATIENCE)
+            full.append(True)
+            steps.save(10, state)
+            with pytest.raises(CheckpointError, match="No space left"):
+                steps.wait()
+            together.wait(PATIENCE)
+            full.clear()
+            restored = steps.restore(state)
+            if rank.rank == 1:
+                steps._schedule.request()
+            for step in range(1, 4):
+                together.wait(PATIENCE)
+                steps.should_save(step)
+            return restored, steps.stopping
+
+    assert all_ok(run_ranks(2, work)) == [(0, True), (0, True)]

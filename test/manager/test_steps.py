@@ -23,9 +23,9 @@ from paddle_dist_ckpt.folder import ids, lease
 from paddle_dist_ckpt.folder.claims import is_abandoned, records_of
 from paddle_dist_ckpt.manager import prune
 from paddle_dist_ckpt.manager import steps as steps_module
-from paddle_dist_ckpt.manager.removal import _to_one_of_each, remove_together
+from paddle_dist_ckpt.manager.removal import Going, Removals, remove_step, remove_together
 from paddle_dist_ckpt.manager.retention import Retention
-from paddle_dist_ckpt.manager.steps import NOTE, Steps, remove_step, step_folder
+from paddle_dist_ckpt.manager.steps import NOTE, Steps, step_folder
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import Folders, LocalStorage
 from paddle_dist_ckpt.storage.base import FolderIdentity
@@ -233,7 +233,7 @@ def test_an_interrupt_between_two_removals_is_not_swallowed_and_leaves_nobody_wa
         save_step(tmp_path, step)
     steps, hook = look(tmp_path), raises("publish", "2.*.claim", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        steps.begin_removals([1, 2], [], Folders(lambda path: FaultyStorage(path, hook)))  # type: ignore[misc]
+        Removals(steps).begin(Going([1, 2]), Folders(lambda path: FaultyStorage(path, hook)))  # type: ignore[misc]
     (left,) = records_of(LocalStorage(step_folder(tmp_path, 1))).values()
     assert left[1].done
     assert look(tmp_path).latest() == 3
@@ -256,19 +256,11 @@ def test_a_step_is_read_again_only_if_it_was_saved_again(tmp_path: Path, monkeyp
 
 def removed(steps: Steps, root: Path, step: int) -> bool:
     """Remove a step, or try to."""
-    for removal in steps.begin_removals([step], [], FOLDERS).values():
+    for removal in Removals(steps).begin(Going([step]), FOLDERS).values():
         removal.finish()
         remove_step(root, step, removal.saves, FOLDERS)
         return True
     return False
-
-
-def test_who_removes_files_of_folders_that_ranks_share() -> None:
-    """In its own folder the coordinator does, last, by what the claim says."""
-    folders = {0: b"a", 1: b"b", 2: b"a", 3: b"b", 4: b"c"}
-    told = _to_one_of_each(folders, b"saves", b"none", 2)
-    assert [rank for rank, message in told.items() if message == b"saves"] == [1, 4]
-    assert told.keys() == folders.keys()
 
 
 def test_metadata_goes_first_and_other_files_stay(tmp_path: Path) -> None:
@@ -277,7 +269,7 @@ def test_metadata_goes_first_and_other_files_stay(tmp_path: Path) -> None:
     (step_folder(tmp_path, 2) / "tokenizer.json").touch()
     steps = look(tmp_path)
     for step in (1, 2):
-        removal = steps.begin_removals([step], [], FOLDERS)[step]
+        removal = Removals(steps).begin(Going([step]), FOLDERS)[step]
         assert not (step_folder(tmp_path, step) / f"{step}.metadata").exists()
         assert any(name.endswith(".safetensors") for name in os.listdir(step_folder(tmp_path, step)))
         assert removal.saves == [next(step_folder(tmp_path, step).glob("*.safetensors")).name.split(".")[1]]
@@ -392,12 +384,12 @@ def test_a_save_makes_its_folder_again_that_is_removed_before_it_is_looked_at(
 def test_what_is_left_of_a_removal_that_was_cut_short_goes_later(tmp_path: Path) -> None:
     save_step(tmp_path, 9)
     save_step(tmp_path, 1)
-    assert list(look(tmp_path).begin_removals([1], [], FOLDERS)) == [1]
+    assert list(Removals(look(tmp_path)).begin(Going([1]), FOLDERS)) == [1]
     folder = step_folder(tmp_path, 1)
     for path in [*folder.iterdir(), folder]:
         age(path)
     steps = look(tmp_path)
-    assert steps.abandoned(FOLDERS) == [1]
+    assert Removals(steps).going(FOLDERS).abandoned == [1]
     assert removed(steps, tmp_path, 1)
     assert not folder.exists()
 
@@ -417,7 +409,7 @@ def test_nobody_waits_for_a_removal_that_has_failed_on_a_rank(tmp_path: Path, mo
         root, hook = roots[rank.rank], raises("delete", "*.safetensors" if rank.rank else "nothing", errno.EIO)
         opened = Folders(lambda folder: FaultyStorage(folder, hook, FolderIdentity(f"host{rank.rank}", 1, 1)))
         with rank.hub.session("save_state_dict", PATIENCE) as session:
-            remove_together(session, root, lambda: look(root).begin_removals([1], [], opened), opened)
+            remove_together(session, root, lambda: Removals(look(root)).begin(Going([1]), opened), opened)
 
     errors_of(run_ranks(2, remove), CheckpointError)
     assert list(look(roots[0]).metrics) == []
@@ -441,11 +433,11 @@ def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path, caplog: pytest.L
     step_folder(tmp_path, 5).mkdir()
     for step in (1, 2, 3, 5):  # but not 4, which may just have been made
         age(step_folder(tmp_path, step))
-    steps = look(tmp_path)
+    removals = Removals(look(tmp_path))
     for _ in range(2):
-        assert steps.abandoned(FOLDERS) == [3, 5]
+        assert removals.going(FOLDERS) == Going([], [3, 5], [])
     assert [record.getMessage()[:15] for record in caplog.records] == ["step 1 is left:"]
-    for step, removal in steps.begin_removals([3, 5], [], FOLDERS).items():
+    for step, removal in removals.begin(Going(abandoned=[3, 5]), FOLDERS).items():
         removal.finish()
         remove_step(tmp_path, step, removal.saves, FOLDERS)
     assert not step_folder(tmp_path, 5).exists()
@@ -463,16 +455,16 @@ def test_only_what_may_go_is_asked_whether_it_is_a_link(tmp_path: Path) -> None:
     step_folder(tmp_path, 4).mkdir()
     age(step_folder(tmp_path, 4))
     step_folder(tmp_path, 5).symlink_to(step_folder(tmp_path, 4))
-    steps, asked = look(tmp_path), list[str]()
+    removals, asked = Removals(look(tmp_path)), list[str]()
 
     class Counted(Folders):
         def run(self, doing: str, path: object, *more: Any, **others: Any) -> Any:
             asked.append(Path(str(path)).name)
             return super().run(doing, path, *more, **others)
 
-    assert steps.abandoned(Counted()) == [4]
+    assert removals.going(Counted()).abandoned == [4]
     assert asked == ["step-00000004", "step-00000005"]
-    assert steps.removable([2, 5], Counted()) == [2]
+    assert removals.going(Counted(), [2, 5]).doomed == [2]
 
 
 def test_what_is_dated_far_ahead_is_abandoned_when_it_has_been_found_for_as_long_as_others(tmp_path: Path) -> None:
@@ -483,11 +475,11 @@ def test_what_is_dated_far_ahead_is_abandoned_when_it_has_been_found_for_as_long
     claim.touch()
     age(claim, -30 * 86400)
     age(folder, -30 * 86400)
-    steps = look(tmp_path)
-    assert steps.abandoned(FOLDERS) == []
+    removals = Removals(look(tmp_path))
+    assert removals.going(FOLDERS).abandoned == []
     age(claim, 301)
     age(folder, 301)
-    assert steps.abandoned(FOLDERS) == [1]
+    assert removals.going(FOLDERS).abandoned == [1]
 
 
 def test_the_clock_of_the_folder_counts_and_not_that_of_a_link_to_it(tmp_path: Path) -> None:
@@ -497,8 +489,9 @@ def test_the_clock_of_the_folder_counts_and_not_that_of_a_link_to_it(tmp_path: P
     age(step_folder(root, 1))
     age(root)
     link, before = tmp_path / "link", (tmp_path / "link").lstat().st_mtime_ns
-    assert look(link).abandoned(FOLDERS, now=root.stat().st_mtime) == []
-    assert look(link).abandoned(FOLDERS) == [1]
+    removals = Removals(look(link))
+    assert removals.going(FOLDERS, now=root.stat().st_mtime).abandoned == []
+    assert removals.going(FOLDERS).abandoned == [1]
     assert link.lstat().st_mtime_ns == before
     assert root.stat().st_mtime > step_folder(root, 1).stat().st_mtime + 3000
 
@@ -523,7 +516,7 @@ def test_a_folder_of_steps_that_hangs_is_no_folder_without_steps(tmp_path: Path,
         pytest.raises(CheckpointTimeoutError, match="has not returned for 0.8 s on rank 0"),
     ):
         steps.look(hanging)
-        steps.abandoned(hanging)
+        Removals(steps).going(hanging)
     assert stall.reached.is_set()
     stall.release()
     helpers_end()
@@ -537,7 +530,7 @@ def test_a_step_whose_removal_hangs_is_left(tmp_path: Path, caplog: pytest.LogCa
     stall = Stall("delete")
     steps = look(tmp_path)
     with hanging_folders(stall) as hanging:
-        assert steps.begin_removals([1], [], hanging) == {}
+        assert Removals(steps).begin(Going([1]), hanging) == {}
     assert "step 1 is left for now: " in caplog.text
     assert "has not returned for 0.8 s on rank 0" in caplog.text
     assert stall.reached.is_set()
@@ -566,7 +559,7 @@ def test_a_folder_that_cannot_be_listed_keeps_no_other_from_being_tidied(tmp_pat
     littered_step(tmp_path, 2)
     step_folder(tmp_path, 1).write_text("a file")
     for anew in (True, False):
-        assert look(tmp_path).littered(FOLDERS, anew=anew) == [2]
+        assert Removals(look(tmp_path)).going(FOLDERS, anew=anew).littered == [2]
     plan = prune.plan_prune(tmp_path, Retention(1, None, None))
     assert (plan.doomed, plan.littered) == ([], [2])
     assert prune.carry_out(plan).tidied == [2]
@@ -574,13 +567,13 @@ def test_a_folder_that_cannot_be_listed_keeps_no_other_from_being_tidied(tmp_pat
 
 def test_a_step_that_has_become_a_link_is_not_tidied(tmp_path: Path) -> None:
     folder = littered_step(tmp_path / "run", 1)
-    steps = look(tmp_path / "run")
-    assert steps.littered(FOLDERS) == [1]
+    removals = Removals(look(tmp_path / "run"))
+    assert removals.going(FOLDERS).littered == [1]
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    assert steps.littered(FOLDERS, anew=False) == []
-    assert steps.begin_removals([], [1], FOLDERS) == {}
-    assert steps.littered(FOLDERS) == []
+    assert removals.going(FOLDERS, anew=False).littered == []
+    assert removals.begin(Going(littered=[1]), FOLDERS) == {}
+    assert removals.going(FOLDERS).littered == []
     assert len(os.listdir(tmp_path / "elsewhere")) == 4
 
 
@@ -588,13 +581,13 @@ def test_the_claim_of_a_save_that_has_ended_is_left_to_whoever_takes_over_what_i
     """It waits for what another save does, and has not expired."""
     folder = littered_step(tmp_path, 1)
     (own,) = (path for path in folder.glob("*.safetensors") if "d" * 16 not in path.name)
-    steps = look(tmp_path)
+    removals = Removals(look(tmp_path))
     ended = folder / f"1.{own.name.split('.')[1]}.claim"
     replaced = folder / f"0_1.{'e' * 16}.0.safetensors"
-    littered = steps.littered(FOLDERS)
+    going = removals.going(FOLDERS)
     ended.write_text(json.dumps({"save": own.name.split(".")[1], "replaces": "e" * 16, "removes": [], "done": True}))
     replaced.write_bytes(b"replaced")
-    assert steps.begin_removals([], littered, FOLDERS)[1].finish()
+    assert removals.begin(going, FOLDERS)[1].finish()
     assert ended.exists()
     age(ended)
     save_step(tmp_path, 1)
@@ -607,8 +600,8 @@ def test_who_tidies_again_and_again_does_not_add_to_what_is_to_be_removed(tmp_pa
 
     opened = Folders(lambda path: FaultyStorage(path, raises("delete", f"*{'d' * 16}*.safetensors", errno.EPERM)))
     for _ in range(3):
-        steps = look(tmp_path)
-        assert not steps.begin_removals([], steps.littered(opened), opened)[1].finish()
+        removals = Removals(look(tmp_path))
+        assert not removals.begin(removals.going(opened), opened)[1].finish()
         (claim,) = folder.glob("*.claim")
         assert json.loads(claim.read_text())["removes"] == ["d" * 16]
         age(claim)

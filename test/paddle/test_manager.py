@@ -35,11 +35,12 @@ from paddle_dist_ckpt import (
     read_metadata,
     save_state_dict,
 )
-from paddle_dist_ckpt.manager import sigterm
+from paddle_dist_ckpt.manager import shared_steps, sigterm
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
+from paddle_dist_ckpt.manager.removal import Going, Removals, remove_step
 from paddle_dist_ckpt.manager.retention import Retention
 from paddle_dist_ckpt.manager.schedule import Schedule
-from paddle_dist_ckpt.manager.steps import Steps, remove_step
+from paddle_dist_ckpt.manager.steps import Steps
 from paddle_dist_ckpt.saving.save_coordinator import SaveCoordinator
 from paddle_dist_ckpt.storage import Folders
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
@@ -598,9 +599,9 @@ def test_a_forked_process_does_not_swallow_sigterm(tmp_path: Path) -> None:
 def test_a_process_that_is_forked_during_a_removal_can_ask_for_the_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, begin = threading.Event(), threading.Event(), Steps.begin_removals
+    begun, go_on, begin = threading.Event(), threading.Event(), Removals.begin
 
-    def slow(self: Steps, *args: Any) -> Any:
+    def slow(self: Removals, *args: Any) -> Any:
         begun.set()
         assert go_on.wait(PATIENCE)
         return begin(self, *args)
@@ -608,7 +609,7 @@ def test_a_process_that_is_forked_during_a_removal_can_ask_for_the_steps(
     with CheckpointManager(tmp_path, keep_last=1) as steps:
         steps.save(1, numbers(1))
         steps.wait()
-        monkeypatch.setattr(Steps, "begin_removals", slow)
+        monkeypatch.setattr(Removals, "begin", slow)
         steps.save(2, numbers(2))
         assert begun.wait(PATIENCE)
         child = os.fork()
@@ -1045,7 +1046,7 @@ def removing(real: Any, root: Path, step: int, at: int, finished: bool, seen: li
         if storage.location.endswith(f"{step:08d}") and threading.current_thread() is threading.main_thread():
             seen.append(real.__name__)
             if len(seen) == at + 1:
-                removal = looked_at(root).begin_removals([step], [], Folders())[step]
+                removal = Removals(looked_at(root)).begin(Going([step]), Folders())[step]
                 if finished:
                     removal.finish()
                     remove_step(root, step, (), Folders())
@@ -1251,7 +1252,7 @@ def test_all_ranks_make_a_save_again_that_has_failed_on_one(pool: RankPool, tmp_
 
 
 def test_only_a_first_save_has_rounds_for_what_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds, plan, remove_together = list[str](), SaveCoordinator.plan, manager_module.remove_together
+    rounds, plan, remove_together = list[str](), SaveCoordinator.plan, shared_steps.remove_together
 
     def planned(*args: Any) -> Any:
         rounds.append("plan")
@@ -1262,7 +1263,7 @@ def test_only_a_first_save_has_rounds_for_what_was_left(tmp_path: Path, monkeypa
         remove_together(*args)
 
     monkeypatch.setattr(SaveCoordinator, "plan", planned)
-    monkeypatch.setattr(manager_module, "remove_together", removed)
+    monkeypatch.setattr(shared_steps, "remove_together", removed)
     with CheckpointManager(tmp_path, async_save=False) as steps:
         for step, expected in ((1, ["plan", "retain", "plan", "retain"]), (2, ["plan", "retain"])):
             rounds.clear()
@@ -1460,14 +1461,14 @@ def test_the_folder_of_a_manager_is_a_path(tmp_path: Path) -> None:
 def test_what_cannot_be_looked_for_before_the_first_save_does_not_prevent_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    littered, errors = Steps.littered, [OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))]
+    going, errors = Removals.going, [OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))]
 
-    def unseen(self: Steps, *arguments: Any, **more: Any) -> Any:
+    def unseen(self: Removals, *arguments: Any, **more: Any) -> Any:
         if errors:
             raise errors.pop()
-        return littered(self, *arguments, **more)
+        return going(self, *arguments, **more)
 
-    monkeypatch.setattr(Steps, "littered", unseen)
+    monkeypatch.setattr(Removals, "going", unseen)
     with CheckpointManager(tmp_path) as steps:
         steps.save(1, {"a": 1}).wait()
         assert steps.all_steps() == [1]
@@ -1480,7 +1481,7 @@ def test_a_first_save_waits_no_longer_for_a_look_than_it_may(tmp_path: Path, mon
         raise CheckpointTimeoutError("a look has not returned", [0])
 
     with CheckpointManager(tmp_path) as steps:
-        monkeypatch.setattr(Steps, "littered", hangs)
+        monkeypatch.setattr(Removals, "going", hangs)
         with pytest.raises(CheckpointTimeoutError, match="a look has not returned"):
             steps.save(1, {"a": 1})
         monkeypatch.undo()

@@ -21,7 +21,8 @@ from paddle_dist_ckpt import CheckpointTimeoutError, LoadOptions, SaveOptions, e
 from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.exporting.export import export_checkpoint
 from paddle_dist_ckpt.exporting.formats import ExportRequest
-from paddle_dist_ckpt.manager.steps import Steps, remove_step, step_folder
+from paddle_dist_ckpt.manager.removal import Removals, remove_step
+from paddle_dist_ckpt.manager.steps import Steps, step_folder
 from paddle_dist_ckpt.storage import Folders, LocalStorage, bounded_folders
 from paddle_dist_ckpt.storage.helpers import Helpers
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, Stall, run_ranks
@@ -272,7 +273,7 @@ def test_a_manager_does_not_wait_for_a_look_at_a_folder(
     doing = "a look at" if what == "is_symlink" else "removing"
     uses: list[Callable[[Folders], Any]] = [lambda opened: remove_step(tmp_path, 1, [save], opened)]
     if what == "is_symlink":
-        uses.append(functools.partial(Steps(tmp_path).removable, [1]))
+        uses.append(functools.partial(Removals(Steps(tmp_path)).going, doomed=[1]))
     for use in uses:
         with (
             bounded_folders(0.5, 3) as opened,

@@ -164,7 +164,7 @@ def of_managers(data: Path) -> Iterator[str]:
 
     def make(rank: SimulatedRank) -> None:
         with rank.hub.session("CheckpointManager", 60) as session:
-            agree(session, {"keep_last": str(1 + rank.rank)}, lambda: None)
+            agree(session, {"keep_last": 1 + rank.rank}, lambda: None)
 
     yield of_ranks(run_ranks(2, make))
 
