@@ -23,8 +23,8 @@ from ..errors import CollectiveError
 from ..files.reader import Consumer, StoredEntry, entry_tasks
 from ..planning.exchange_plan import ALL
 from .exchange_messages import ALONE_BYTES, Address, Message, messages_of, needs_of
+from .exchange_orders import ExchangeRound, ShardOrder
 from .in_flight import note_in_flight
-from .messages import ExchangeRound, ShardOrder
 from .needs import Needs
 from .small_items import SmallItems, batches_of
 from .staging import RoundStaging

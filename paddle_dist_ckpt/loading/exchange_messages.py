@@ -12,7 +12,7 @@ from ..core.columns import IntArray, all_of, edges_of
 from ..core.dtypes import DTYPES
 from ..files.batches import ItemKind, Kinds
 from ..planning.exchange_plan import ALL
-from .messages import ExchangeRound, PackOrder, ParcelOrder, UnitOrder
+from .exchange_orders import ExchangeRound, PackOrder, ParcelOrder, UnitOrder
 from .needs import Needs
 from .small_items import SmallItems
 

@@ -1,325 +1,162 @@
-"""From what ranks need and reach to each rank's order for the exchange."""
+"""What ranks tell the coordinator that they need in an exchange, and what it orders each of them to do."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
 import msgspec
-import numpy as np
 
-from ..core.box import flat_range
-from ..core.boxes import Boxes
-from ..core.cached import cached_property
-from ..core.columns import IntArray, all_of, narrow, pack_column
-from ..core.grouping import group_rows
-from ..core.layouts import LayoutBoxes
-from ..files.metadata import Metadata
-from ..planning.exchange_packs import Pack, SmallNeeds
-from ..planning.exchange_plan import ALL, ExchangeShard, Need, Unit, plan_exchange
-from .messages import (
-    ExchangeAnswer,
-    ExchangeRound,
-    PackKind,
-    PackOrder,
-    ParcelOrder,
-    ShardNeeds,
-    ShardOrder,
-    UnitOrder,
-)
-from .staging import own_round_bytes
+from ..core.box import Box
+from ..core.columns import Column
+from ..core.messages import prepare
 
-__all__ = ["ExchangePlanner"]
+__all__ = [
+    "ExchangeAnswer",
+    "ExchangeRequest",
+    "ExchangeRound",
+    "PackKind",
+    "PackOrder",
+    "ParcelOrder",
+    "ShardNeeds",
+    "ShardOrder",
+    "UnitOrder",
+]
+
+_EMPTY = Column("<u1", b"")
 
 
-class ExchangePlanner:
-    """Plans a part of an exchange: of shards below ``end``, or of all.
+class ShardNeeds(msgspec.Struct, frozen=True, array_like=True):
+    """The boxes that a rank needs of tensors' shards, in columns with a row for each need.
 
-    Ranks are positions inside, global ranks outside. ``reach`` are the positions of those that can read each file,
-    ``loads`` is what each has to read so far, to which this adds.
+    ``row`` is the rank's own number for it, ``shard`` the coordinator's for its shard. ``box`` is which of ``boxes`` it
+    needs of the shard, in the shard's own coordinates: ``dimensions`` offsets and as many lengths each.
     """
 
-    def __init__(
-        self,
-        metadata: Metadata,
-        first_block: IntArray,
-        ranks: Sequence[int],
-        reach: Mapping[int, Sequence[int]],
-        needs: Sequence[ShardNeeds],
-        staging_bytes: int,
-        loads: list[int],
-        end: int,
-    ) -> None:
-        self._metadata, self._ranks, self._own_bytes = metadata, ranks, own_round_bytes(staging_bytes)
-        self._reach, self._loads, self._end = reach, loads, end
-        self._needs = _AllNeeds.joined(metadata, needs, end)
-        self._first_block = first_block
-
-    def orders(self) -> dict[int, ExchangeAnswer]:
-        """Each rank's order, by global rank."""
-        columns = zip(self._ranks, self._rounds(), strict=True)
-        return {rank: ExchangeAnswer(rounds=rounds, end=self._end) for rank, rounds in columns}
-
-    def _rounds(self) -> list[list[ExchangeRound]]:
-        """What each rank does in the rounds."""
-        needs, block_bytes = self._needs, self._metadata.block_bytes
-        is_small = self._metadata.table.shard_bytes[needs.shard] <= block_bytes
-        shards, large = self._large(np.flatnonzero(~is_small))
-        places = self._ordered(np.flatnonzero(is_small))
-        small = needs.small(self._metadata, places)
-        plan = plan_exchange(
-            shards, large, self._reach, len(self._ranks), block_bytes, small, self._own_bytes, self._loads
-        )
-        rounds: list[list[ExchangeRound]] = [[] for _ in self._ranks]
-        for one in plan:
-            units = [unit for unit in one if isinstance(unit, Unit)]
-            packs = self._packs([pack for pack in one if isinstance(pack, Pack)], places)
-            senders = self._senders(units, shards, packs)
-            told: dict[int, list[PackOrder]] = {}
-            for place, order, _ in packs:
-                told.setdefault(place, []).append(order)
-            for place, (mine, orders) in enumerate(zip(rounds, self._told(units, shards), strict=True)):
-                mine.append(ExchangeRound(orders, senders, told.get(place, [])))
-        return rounds
-
-    def _large(self, places: IntArray) -> tuple[dict[int, ExchangeShard], dict[int, list[Need]]]:
-        """Needs of large shards as objects, and the shards, by number."""
-        table, needs = self._metadata.table, self._needs
-        different = np.unique(needs.shard[places])
-        files = table.shard_file[different].tolist()
-        shards = {
-            shard: ExchangeShard(file, shape, table.dtypes[tensor].itemsize)
-            for shard, file, (tensor, shape) in zip(different.tolist(), files, self._shapes(different), strict=True)
-        }
-        large: dict[int, list[Need]] = {}
-        for need in places.tolist():
-            shard = int(needs.shard[need])
-            box = needs.boxes.box(int(needs.box[need]), len(shards[shard].shape))
-            large.setdefault(shard, []).append(Need(int(needs.rank[need]), int(needs.row[need]), box))
-        return shards, large
-
-    def _ordered(self, places: IntArray) -> IntArray:
-        """Needs of small shards in the order of :class:`SmallNeeds`."""
-        needs, table = self._needs, self._metadata.table
-        shard = needs.shard[places]
-        of_need = needs.row[places], needs.box[places], needs.rank[places]
-        order = np.lexsort((*of_need, shard, table.data_offsets[shard], table.shard_file[shard]))
-        return places[order]
-
-    def _senders(
-        self,
-        units: Sequence[Unit],
-        shards: Mapping[int, ExchangeShard],
-        packs: Sequence[tuple[int, PackOrder, int]],
-    ) -> list[tuple[int, int]]:
-        """The readers that send to single ranks in a round, each with the size of its largest message."""
-        sizes: dict[tuple[int, int], int] = {}
-        for unit in units:
-            for parcel in () if unit.to_all else unit.parcels:
-                if parcel.destination != unit.reader:
-                    pair = (self._ranks[unit.reader], self._ranks[parcel.destination])
-                    sizes[pair] = sizes.get(pair, 0) + parcel.box.size * shards[unit.shard].itemsize
-        for _, order, nbytes in packs:
-            if order.keys and order.destination != ALL:
-                pair = (order.reader, order.destination)
-                sizes[pair] = sizes.get(pair, 0) + nbytes
-        largest: dict[int, int] = {}
-        for (source, _), size in sizes.items():
-            largest[source] = max(largest.get(source, 0), size)
-        return sorted(largest.items())
-
-    def _packs(self, packs: Sequence[Pack], places: IntArray) -> list[tuple[int, PackOrder, int]]:
-        """What is told of the packs of a round: who is told, what, and how many bytes that is."""
-        needs = self._needs
-        received: dict[tuple[int, int, int], list[IntArray]] = {}
-        sent: dict[tuple[int, int], list[IntArray]] = {}
-        for pack in packs:
-            met = places[pack.needs]
-            met = met[np.argsort(needs.rank[met], kind="stable")]
-            parts_of = np.split(met, np.flatnonzero(np.diff(needs.rank[met])) + 1)
-            by_rank = {int(needs.rank[part[0]]): part for part in parts_of}
-            for rank, part in by_rank.items():
-                destination = ALL if pack.to_all and rank != pack.reader else rank
-                received.setdefault((pack.reader, destination, rank), []).append(part)
-            others = [(rank, part) for rank, part in by_rank.items() if rank != pack.reader]
-            for rank, part in others[:1] if pack.to_all else others:
-                sent.setdefault((pack.reader, ALL if pack.to_all else rank), []).append(part)
-        told = []
-        for (reader, destination, rank), parts in received.items():
-            told.append((rank, self._for_taker(reader, destination, rank, np.concatenate(parts)), 0))
-        for (reader, destination), parts in sent.items():
-            part = np.concatenate(parts)
-            told.append((reader, self._for_sender(reader, destination, part), int(needs.nbytes[part].sum())))
-        return told
-
-    def _for_taker(self, reader: int, destination: int, rank: int, part: IntArray) -> PackOrder:
-        """What a rank is told of needs of its own."""
-        files = self._files(self._needs.shard[part])[0] if rank == reader else []
-        rows = pack_column(self._needs.row[part])
-        return PackOrder(self._ranks[reader], self._global(destination), rows, files)
-
-    def _for_sender(self, reader: int, destination: int, part: IntArray) -> PackOrder:
-        """What a reader is told of others' needs."""
-        needs, table = self._needs, self._metadata.table
-        shard = needs.shard[part]
-        files, file = self._files(shard)
-        tensor = table.shard_tensor[shard]
-        columns = np.column_stack([self._shape_of(shard), table.dtype_of[tensor], needs.box[part]])
-        first, kind = group_rows(columns)
-        keyed, key = np.unique(tensor, return_inverse=True)
-        kinds = [
-            PackKind(shape, table.dtypes[t].name, needs.boxes.box(box, len(shape)))
-            for box, (t, shape) in zip(needs.box[part[first]].tolist(), self._shapes(shard[first]), strict=True)
-        ]
-        return PackOrder(
-            reader=self._ranks[reader],
-            destination=self._global(destination),
-            files=files,
-            file=pack_column(file),
-            start=pack_column(table.data_offsets[shard]),
-            block=pack_column(self._first_block[shard]),
-            kind=pack_column(kind),
-            kinds=kinds,
-            keys=[self._metadata.key(table.paths[t]) for t in keyed.tolist()],
-            key=pack_column(key.reshape(-1)),
-        )
-
-    def _shape_of(self, shards: IntArray) -> IntArray:
-        """Numbers that shards of one shape have in common, ``[shards]``."""
-        table = self._metadata.table
-        rows = table.layout_row_of(shards)
-        first, row = group_rows(rows[:, None])
-        dimensions = [len(table.layouts[i].shape) for i in table.layout_of[table.shard_tensor[shards[first]]].tolist()]
-        _, number = group_rows(np.column_stack([dimensions, self._boxes.take(rows[first]).shape]))
-        return number[row]
-
-    @cached_property
-    def _boxes(self) -> LayoutBoxes:
-        """The boxes of all layouts, one layout after the other."""
-        table = self._metadata.table
-        return table.layout_boxes(max([1, *(len(layout.shape) for layout in table.layouts)]))
-
-    def _shapes(self, shards: IntArray) -> list[tuple[int, tuple[int, ...]]]:
-        """Shards' tensors and shapes. The boxes of a layout, which may be very many, are not all made for that."""
-        table = self._metadata.table
-        tensors = table.shard_tensor[shards]
-        shapes = self._boxes.take(table.layout_row_of(shards)).shape.tolist()
-        dimensions = [len(table.layouts[i].shape) for i in table.layout_of[tensors].tolist()]
-        return [(t, tuple(shape[:size])) for t, shape, size in zip(tensors.tolist(), shapes, dimensions, strict=True)]
-
-    def _files(self, shard: IntArray) -> tuple[list[str], IntArray]:
-        """The names of the files that shards are in, and in which each is."""
-        files, file = np.unique(self._metadata.table.shard_file[shard], return_inverse=True)
-        return [self._metadata.files[i].name for i in files.tolist()], file.reshape(-1)
-
-    def _global(self, destination: int) -> int:
-        return ALL if destination == ALL else self._ranks[destination]
-
-    def _told(self, units: Sequence[Unit], shards: Mapping[int, ExchangeShard]) -> list[list[UnitOrder]]:
-        """What each rank is told of the units of a round, by position."""
-        told: list[list[UnitOrder]] = [[] for _ in self._ranks]
-        for unit in units:
-            shard = shards[unit.shard]
-            order = UnitOrder(self._ranks[unit.reader], shard.itemsize, [], None, self._is_whole(unit, shard))
-            for place, one in self._for_all(unit, order) if unit.to_all else self._for_single(unit, order):
-                told[place].append(one)
-            read = msgspec.structs.replace(told[unit.reader][-1], shard=self._order(unit.shard, shard.shape))
-            told[unit.reader][-1] = read
-        return told
-
-    def _for_all(self, unit: Unit, order: UnitOrder) -> Iterator[tuple[int, UnitOrder]]:
-        """What each position is told of a unit for all. Of ranks whose needs have the same rows that is one object."""
-        known: dict[tuple[int, ...], UnitOrder] = {}
-        places = range(len(self._ranks))
-        rows_of = zip(*(map(parcel.rows.get, places, itertools.repeat(-1)) for parcel in unit.parcels), strict=True)
-        for place, rows in enumerate(rows_of):
-            if rows not in known:
-                parcels = [ParcelOrder(ALL, row, parcel.box) for row, parcel in zip(rows, unit.parcels, strict=True)]
-                known[rows] = msgspec.structs.replace(order, parcels=parcels)
-            yield place, known[rows]
-
-    def _for_single(self, unit: Unit, order: UnitOrder) -> Iterator[tuple[int, UnitOrder]]:
-        """What the positions are told of a unit for single ranks: those that need some of it, and the reader."""
-        reads: list[ParcelOrder] = []
-        parcels = {unit.reader: reads}
-        for parcel in unit.parcels:
-            one = ParcelOrder(self._ranks[parcel.destination], parcel.row, parcel.box)
-            if parcel.destination != unit.reader:
-                parcels.setdefault(parcel.destination, []).append(one)
-                one = ParcelOrder(one.destination, -1, one.box)
-            reads.append(one)
-        return ((place, msgspec.structs.replace(order, parcels=some)) for place, some in parcels.items())
-
-    def _is_whole(self, unit: Unit, shard: ExchangeShard) -> bool:
-        """Whether the parcels are for all, and whole blocks, one behind the other."""
-        if not unit.to_all:
-            return False
-        block_bytes = self._metadata.block_bytes
-        ranges = [flat_range(parcel.box, shard.shape) for parcel in unit.parcels]
-        found = [span for span in ranges if span is not None]
-        if len(found) < len(ranges) or any(a[1] != b[0] for a, b in itertools.pairwise(found)):
-            return False
-        start, stop = found[0][0] * shard.itemsize, found[-1][1] * shard.itemsize
-        return start % block_bytes == 0 and (stop % block_bytes == 0 or stop == shard.itemsize * math.prod(shard.shape))
-
-    def _order(self, shard: int, shape: tuple[int, ...]) -> ShardOrder:
-        table = self._metadata.table
-        tensor = int(table.shard_tensor[shard])
-        return ShardOrder(
-            file=self._metadata.files[table.shard_file[shard]].name,
-            start=int(table.data_offsets[shard]),
-            first_block=int(self._first_block[shard]),
-            shape=shape,
-            dtype=table.dtypes[tensor].name,
-            key=self._metadata.key(table.paths[tensor]),
-        )
+    row: Column
+    shard: Column
+    box: Column
+    dimensions: int
+    boxes: Column
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _AllNeeds:
-    """What all ranks need, in columns with a row for each need.
+class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``exchange``: what a rank needs of the shards whose turn it is.
 
     Attributes:
-        shard, rank, row: The shard, who needs some of it, and that rank's own number for it, ``[needs]``.
-        box: Which of ``boxes`` it is in the shard's coordinates, ``[needs]``.
-        nbytes: Its size, ``[needs]``.
-        boxes: The different boxes.
+        files: In the first of these rounds, which of the asked files the rank has opened, if it was to find out.
+        needs: What it needs.
+        unreachable: Why it could not open others.
+        end: Only shards below this number are spoken of; 0 for all.
+        begun: Whether some of what was asked for is already where it was to go.
     """
 
-    shard: IntArray
-    rank: IntArray
-    row: IntArray
-    box: IntArray
-    nbytes: IntArray
-    boxes: Boxes
+    files: list[str]
+    needs: ShardNeeds
+    unreachable: dict[str, str] = {}
+    end: int = 0
+    begun: bool = False
 
-    @classmethod
-    def joined(cls, metadata: Metadata, messages: Sequence[ShardNeeds], end: int) -> _AllNeeds:
-        """What ranks said of the shards below ``end``, or of all, one behind the other."""
-        table = metadata.table
-        columns: list[tuple[IntArray, ...]] = []
-        boxes: list[Boxes] = []
-        before = 0  # how many boxes ranks before this one have said
-        for place, message in enumerate(messages):
-            shard, box = all_of(message.shard), all_of(message.box) + before
-            parts = shard, np.full_like(shard, place), all_of(message.row), box
-            chosen = shard < (end or len(table.shard_file))
-            columns.append(tuple(narrow(part[chosen]) for part in parts))
-            flat, size = all_of(message.boxes), message.dimensions
-            rows = flat.reshape(-1, 2 * size)
-            boxes.append(Boxes(rows[:, :size], rows[:, size:]))
-            before += len(rows)
-        shard, rank, row, box = map(np.concatenate, zip(*columns, strict=True))
-        every = Boxes.joined(boxes, max(part.dimensions for part in boxes))
-        first, alike = group_rows(every.table)
-        box, found = narrow(alike)[box], every.take(first)
-        nbytes = found.volumes[box] * table.itemsizes[table.shard_tensor[shard]]
-        return cls(shard, rank, row, box, narrow(nbytes), found)
 
-    def small(self, metadata: Metadata, places: IntArray) -> SmallNeeds:
-        """Some needs, all of small shards, for the plan."""
-        table, shard = metadata.table, self.shard[places]
-        file, sizes = table.shard_file[shard], table.shard_bytes[shard]
-        return SmallNeeds(shard, file, sizes, self.rank[places], self.box[places], self.nbytes[places])
+class ParcelOrder(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a shard on its way to a rank.
+
+    Attributes:
+        destination: The rank; ``ALL`` for all of them.
+        row: Which need of the rank that gets this order it is for; -1 if it is for others only.
+        box: The box.
+    """
+
+    destination: int
+    row: int
+    box: Box
+
+
+class ShardOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Where a stored shard is, for the rank that reads it."""
+
+    file: str
+    start: int
+    first_block: int
+    shape: tuple[int, ...]
+    dtype: str
+    key: str
+
+
+class UnitOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Something that one rank reads, for itself and others.
+
+    Attributes:
+        reader: The rank that reads it.
+        itemsize: Bytes of an item.
+        parcels: What becomes of it. The reader is told of all parcels, another rank of those for itself or for all.
+        shard: Where it is; None for ranks that do not read it.
+        whole: Whether the parcels for all ranks are whole blocks of the shard, one behind the other.
+    """
+
+    reader: int
+    itemsize: int
+    parcels: list[ParcelOrder]
+    shard: ShardOrder | None
+    whole: bool
+
+
+class PackKind(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Small shards, and boxes of them, that are alike."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
+
+
+class PackOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Boxes of small shards that one rank reads for one rank (``ALL``: for all others), in columns.
+
+    The rank that they are for, which may be the reader, is told its own needs, ``rows``. A reader that sends them is
+    told of each in which of the ``files`` its shard is, where, with which block, and which of the ``kinds`` and of the
+    ``keys`` it has. A reader that keeps them is told the files.
+    """
+
+    reader: int
+    destination: int
+    rows: Column = _EMPTY
+    files: list[str] = []
+    file: Column = _EMPTY
+    start: Column = _EMPTY
+    block: Column = _EMPTY
+    kind: Column = _EMPTY
+    kinds: list[PackKind] = []
+    keys: list[str] = []
+    key: Column = _EMPTY
+
+
+class ExchangeRound(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part in one round of an exchange, the units in the same order on all ranks.
+
+    ``senders`` are the ranks that send to single ranks, each with the size of its largest message. ``packs`` are what
+    is sent of small shards, one at most from each rank to each, behind what the units have for the same message.
+    """
+
+    units: list[UnitOrder]
+    senders: list[tuple[int, int]]
+    packs: list[PackOrder] = []
+
+
+class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``exchange``: what one rank does next.
+
+    Attributes:
+        restart: As in :class:`DecideAnswer`.
+        rounds: Its part in the rounds of this part of the exchange.
+        end: Shards from this number on are left for later parts; 0 if this part is the last.
+    """
+
+    restart: bool = False
+    rounds: list[ExchangeRound] = []
+    end: int = 0
+
+    @property
+    def files(self) -> set[str]:
+        """The files that the rank reads."""
+        units = {unit.shard.file for one in self.rounds for unit in one.units if unit.shard is not None}
+        return units.union(*(pack.files for one in self.rounds for pack in one.packs))
+
+
+prepare(list(vars().values()))

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..control.verified import agree_on_collectives
+from .exchange_orders import ExchangeAnswer, ExchangeRequest, ExchangeRound
 from .load_coordinator import LoadCoordinator
-from .messages import DecideAnswer, DoneRequest, ExchangeAnswer, ExchangeRequest, ExchangeRound, GoOnAnswer
+from .messages import DecideAnswer, DoneRequest, GoOnAnswer
 from .needs import Needs
 from .reading import DataFiles, LoadContext
 

@@ -40,6 +40,7 @@ from ..tree.building import assign_all, build_tree
 from ..tree.paths import is_own, parent_of, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank, flatten
 from ..tree.values import from_jsonable
+from .exchange_orders import ExchangeRound
 from .exchange_parts import ExchangeParts, Replaced
 from .fit import Fit
 from .in_flight import check_none_in_flight
@@ -48,7 +49,6 @@ from .messages import (
     DecideAnswer,
     DecideRequest,
     DoneRequest,
-    ExchangeRound,
     GoOnAnswer,
     LoadAnswer,
     LoadRequest,

@@ -31,15 +31,14 @@ from ..storage.base import FolderIdentity
 from ..tree.paths import plain_key
 from ..tree.values import decode_jsonable
 from .answering import Answering
-from .exchange_orders import ExchangePlanner
+from .exchange_orders import ExchangeAnswer, ExchangeRequest
+from .exchange_planner import ExchangePlanner
 from .key_map import OWN_KEY, matcher, unmatched_text
 from .left_entries import judge
 from .messages import (
     DecideAnswer,
     DecideRequest,
     DoneRequest,
-    ExchangeAnswer,
-    ExchangeRequest,
     GoOnAnswer,
     LoadAnswer,
     LoadRequest,

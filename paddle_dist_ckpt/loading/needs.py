@@ -18,7 +18,7 @@ from ..files.runs import OpenFile
 from ..planning.blocks import touched_blocks
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..tree.paths import plain_key
-from .messages import ShardNeeds
+from .exchange_orders import ShardNeeds
 from .small_items import SmallItems, batches_of
 from .stored import StoredShards
 from .targets import Targets

@@ -26,7 +26,7 @@ from ..folder.context import Context
 from ..options import LoadOptions
 from ..reports import Stopwatch
 from .exchange import Exchange
-from .messages import ExchangeRound
+from .exchange_orders import ExchangeRound
 from .needs import Needs
 from .staging import GroupStaging, group_bytes
 

@@ -7,6 +7,7 @@ import pytest
 
 from paddle_dist_ckpt.core.messages import decode, encode, prepare
 from paddle_dist_ckpt.errors import CheckpointError
+from paddle_dist_ckpt.loading import exchange_orders
 from paddle_dist_ckpt.loading import messages as loading_messages
 from paddle_dist_ckpt.saving import messages as saving_messages
 
@@ -30,7 +31,7 @@ def test_what_is_no_such_message_is_refused(data: bytes) -> None:
 
 
 def test_every_message_of_a_save_and_a_load_is_prepared() -> None:
-    for module in (saving_messages, loading_messages):
+    for module in (saving_messages, loading_messages, exchange_orders):
         for name in module.__all__:
             with pytest.raises(CheckpointError, match=name):
                 decode(b"\xc1", getattr(module, name))

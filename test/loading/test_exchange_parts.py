@@ -21,8 +21,8 @@ from paddle_dist_ckpt.errors import (
     CollectiveError,
     RankFailureError,
 )
-from paddle_dist_ckpt.loading import exchange, exchange_orders, exchange_parts
-from paddle_dist_ckpt.loading.messages import ExchangeAnswer, ShardNeeds
+from paddle_dist_ckpt.loading import exchange, exchange_parts, exchange_planner
+from paddle_dist_ckpt.loading.exchange_orders import ExchangeAnswer, ShardNeeds
 from paddle_dist_ckpt.options import LoadOptions
 from test.jobs import (
     alike,
@@ -54,7 +54,7 @@ class Seen:
         self.ends: list[int] = []
         monkeypatch.setattr(exchange_parts, "_MOST_NEEDS", most)
         monkeypatch.setattr(exchange_parts, "_LEAST_NEEDS", 1)
-        real = exchange_orders._AllNeeds.joined
+        real = exchange_planner._AllNeeds.joined
 
         def joined(metadata: Any, messages: Sequence[ShardNeeds], end: int) -> Any:
             self.ends.append(end)
@@ -63,7 +63,7 @@ class Seen:
             assert (found.shard < (end or len(metadata.table.shard_file))).all(), "others are planned in the next part"
             return found
 
-        monkeypatch.setattr(exchange_orders._AllNeeds, "joined", joined)
+        monkeypatch.setattr(exchange_planner._AllNeeds, "joined", joined)
 
     def check(self, most: int, ranks: int) -> None:
         """See that no rank said more than it may, but for needs of a single shard."""
@@ -159,7 +159,7 @@ def test_many_needs_of_one_shard_are_one_part(tmp_path: Path, monkeypatch: pytes
 
 def _between_parts(monkeypatch: pytest.MonkeyPatch, number: int, work: Any) -> None:
     """Do something when the coordinator has planned so many parts."""
-    real, planned = exchange_orders.ExchangePlanner.orders, []
+    real, planned = exchange_planner.ExchangePlanner.orders, []
 
     def orders(self: Any) -> dict[int, ExchangeAnswer]:
         planned.append(self)
@@ -167,7 +167,7 @@ def _between_parts(monkeypatch: pytest.MonkeyPatch, number: int, work: Any) -> N
             work()
         return real(self)
 
-    monkeypatch.setattr(exchange_orders.ExchangePlanner, "orders", orders)
+    monkeypatch.setattr(exchange_planner.ExchangePlanner, "orders", orders)
 
 
 def _saved_on_four(folder: Path, first: int) -> list[dict[str, Any]]:

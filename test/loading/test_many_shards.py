@@ -16,8 +16,8 @@ from paddle_dist_ckpt.core.columns import all_of
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.files.batches import ItemKind, Kinds
 from paddle_dist_ckpt.files.runs import OpenFile, Segments
-from paddle_dist_ckpt.loading import exchange_orders, needs
-from paddle_dist_ckpt.loading.messages import PackOrder, ShardNeeds
+from paddle_dist_ckpt.loading import exchange_planner, needs
+from paddle_dist_ckpt.loading.exchange_orders import PackOrder, ShardNeeds
 from paddle_dist_ckpt.options import LoadOptions
 from test.jobs import (
     check_pieces,
@@ -98,7 +98,7 @@ def test_ranks_are_told_once_what_shards_have_in_common(
         told.append(PackOrder(*args, **fields))
         return told[-1]
 
-    monkeypatch.setattr(exchange_orders, "PackOrder", recorded)
+    monkeypatch.setattr(exchange_planner, "PackOrder", recorded)
     monkeypatch.setattr(needs, "ShardNeeds", noted)
     monkeypatch.setattr(needs, "_TOGETHER", 300)
     if cut == "a grid":

@@ -16,10 +16,10 @@ from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.core.messages import decode, encode
 from paddle_dist_ckpt.core.shards import ShardTable
 from paddle_dist_ckpt.files.metadata import FileInfo, Metadata
-from paddle_dist_ckpt.loading import exchange_orders
+from paddle_dist_ckpt.loading import exchange_planner
 from paddle_dist_ckpt.loading.exchange_messages import Message, messages_of
-from paddle_dist_ckpt.loading.exchange_orders import ExchangePlanner
-from paddle_dist_ckpt.loading.messages import ExchangeAnswer, ExchangeRound, ShardNeeds
+from paddle_dist_ckpt.loading.exchange_orders import ExchangeAnswer, ExchangeRound, ShardNeeds
+from paddle_dist_ckpt.loading.exchange_planner import ExchangePlanner
 from paddle_dist_ckpt.planning import exchange_plan
 from paddle_dist_ckpt.planning.exchange_plan import ALL, ExchangeShard, Need, Parcel, Unit
 from test.planning.test_exchange_plan import BLOCK, ROUND_BYTES, UNIT_BYTES, Job, jobs
@@ -227,7 +227,7 @@ def test_orders_look_at_each_parcel_a_few_times(monkeypatch: pytest.MonkeyPatch)
         parcels.extend(len(unit.parcels) for one in rounds for unit in one)
         return [[Unit(unit.shard, unit.reader, _Counted(unit.parcels)) for unit in one] for one in rounds]
 
-    monkeypatch.setattr(exchange_orders, "plan_exchange", counted)
+    monkeypatch.setattr(exchange_planner, "plan_exchange", counted)
     monkeypatch.setattr(_Counted, "looks", 0)
     ranks = 64
     needs = {0: [Need(rank, 0, Box((0, 64 * rank), (256, 64))) for rank in range(ranks)]}
