@@ -14,10 +14,10 @@ from typing import Any
 
 from .control.rounds import check_same
 from .core.protocols import ControlSession
+from .loading.collecting import collect, keys_of_own
 from .loading.load import load
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
-from .loading.wanted import collect, keys_of_own
 from .loading.whole import load_on
 from .options import LoadOptions, SaveOptions, as_integer, takes
 from .reports import LoadReport
@@ -164,7 +164,7 @@ def scatter_state_dict(
             return with_own(whole, own_of_all, session.ranks, options.per_rank)
 
         renamed = options.key_map is not None or bool(options.recipes) or options.aoa_config is not None
-        filled = Filled(lambda: collect(wanted(), adapter, LoadOptions()).tensors, renamed)
+        filled = Filled(lambda: collect(wanted(), adapter, LoadOptions())[0].tensors, renamed)
         shown = present(find, session, ranks.transport, PaddleAdapter(ranks.rank), "auto", filled)
         context = LoadContext(shown.storage, session, ranks.transport, adapter, reading, arranger=arranger_of(options))
         metadata = shown.metadata

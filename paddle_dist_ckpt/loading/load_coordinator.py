@@ -15,7 +15,7 @@ import numpy as np
 from ..control.rounds import check_same
 from ..core.garbage import no_collections
 from ..core.messages import counted, decode, encode
-from ..core.parts import Arranged, IdleStatement, WantedTensor
+from ..core.parts import Arranged, IdleStatement
 from ..core.shards import Kind
 from ..errors import (
     CheckpointCorruptedError,
@@ -33,7 +33,7 @@ from ..tree.values import decode_jsonable
 from .answering import Answering
 from .exchange_orders import ExchangeAnswer, ExchangeRequest
 from .exchange_planner import ExchangePlanner
-from .key_map import OWN_KEY, matcher, unmatched_text
+from .key_map import matcher, unmatched_text
 from .left_entries import judge
 from .messages import (
     DecideAnswer,
@@ -44,11 +44,11 @@ from .messages import (
     LoadRequest,
     Mismatch,
     WantedPaths,
-    WantedRecord,
 )
 from .mismatches import NOT_YET, MismatchCheck, some_of
 from .reading import LoadContext, unreadable_on
 from .stored_tensors import stored_tensors
+from .together import check_arranged_alike, check_same_sources, found_nowhere, keys_of, wanted_together
 from .wording import FOUND_BY_SOME
 
 __all__ = ["LoadCoordinator"]
@@ -104,11 +104,14 @@ class LoadCoordinator:
             self._groups.setdefault(folder, []).append(rank)
         sharing = Counter(folder.host for folder in self._folders.values())
         on_host = {rank: sharing[folder.host] for rank, folder in self._folders.items()}
-        self._complete = {key for request in requests.values() for key in request.complete}
-        keys = _found_nowhere(request.patterns for request in requests.values())
-        unmatched = _found_nowhere(request.key_map for request in requests.values())
-        wanted = {request.wanted: decode(request.wanted, WantedPaths) for request in requests.values()}
-        find_keys = functools.partial(_keys_of, wanted.values())
+        first_with: dict[bytes, int] = {}  # the first rank that wants each, which mostly is the same on all
+        for rank, request in requests.items():
+            first_with.setdefault(request.wanted, rank)
+        wanted = {data: decode(data, WantedPaths) for data in first_with}
+        self._complete = {key for one in wanted.values() for key in one.complete}
+        keys = found_nowhere(one.patterns for one in wanted.values())
+        unmatched = found_nowhere(one.key_map for one in wanted.values())
+        find_keys = functools.partial(keys_of, wanted.values())
         objects = {plain_key(path) for one in wanted.values() for path, has in one.values.items() if has == "object"}
         ranks, missing = self._session.ranks, self._options.allow_missing
         self._answering = Answering(metadata, ranks, on_host, keys, missing, find_keys, self._stored_form)
@@ -120,19 +123,15 @@ class LoadCoordinator:
             self._options,
             [unmatched_text(entry, objects) for entry in unmatched],
         )
-        _check_same_sources({rank: wanted[request.wanted] for rank, request in requests.items()})
-        self._asked_keys = _keys_of(wanted.values()) if metadata.left_out else set()
+        check_same_sources({first_with[data]: paths for data, paths in wanted.items()})
+        self._asked_keys = keys_of(wanted.values()) if metadata.left_out else set()
         arranged = self._arranged(list(wanted.values()))
         answered = {
             data: [(group, encode(one)) for group, one in self._answering.answer(paths, arranged[paths.rules])]
             for data, paths in wanted.items()
         }
         if thawed := self._answering.thawed():
-            replace = functools.partial(msgspec.structs.replace, thawed=thawed)
-            answered = {
-                data: [(group, encode(replace(decode(one, LoadAnswer)))) for group, one in answers]
-                for data, answers in answered.items()
-            }
+            return dict.fromkeys(requests, encode(LoadAnswer(thawed=thawed)))
         metadata.table.forget()
         return {
             rank: next(one for group, one in answered[request.wanted] if rank in group)
@@ -154,21 +153,11 @@ class LoadCoordinator:
         """What wanted tensors are made of, by flat key, as the framework says by the rules of each rank."""
         if self._arranger is None:
             return {"": {}}
-        records: dict[str, list[WantedRecord]] = {}
-        for record in (record for paths in wanted for record in paths.records.values()):
-            records.setdefault(record.key, []).append(record)
-        together: dict[str, WantedTensor] = {}
-        for key, said in records.items():
-            shape, dtype = said[0].shape, said[0].dtype
-            if any(record.shape != shape for record in said):
-                shapes = sorted({str(list(record.shape)) for record in said})
-                raise ValueError(f"aoa_config: ranks want {key} in different shapes: {', '.join(shapes)}")
-            offsets = sorted({record.offset for record in said if record.offset is not None})
-            together[key] = WantedTensor(shape, dtype, offsets or [(0,) * len(shape)])
+        together = wanted_together(wanted)
         stored, before = stored_tensors(self._metadata), self._idle
         arrangers = {rules: self._arranger.by(rules) for rules in dict.fromkeys(paths.rules for paths in wanted)}
         arranged = {rules: one.arrange(stored, together) for rules, one in arrangers.items()}
-        _check_arranged_alike(wanted, arranged)
+        check_arranged_alike(wanted, arranged)
         self._idle = list(dict.fromkeys(chain.from_iterable(one.idle(stored, together) for one in arrangers.values())))
         if self._idle and self._idle != before and self._options.strict != "all":  # which raises
             shown = some_of(map(str, self._idle))
@@ -329,59 +318,3 @@ def _left_everywhere(said: Mapping[int, DecideRequest | DoneRequest]) -> list[Mi
             if problem.path in torn:
                 found.setdefault(problem.path, Mismatch(problem.key, f"{problem} (rank {rank})", problem.path))
     return [problem for path, problem in found.items() if leaving[path] < len(said)]
-
-
-def _found_nowhere(by_rank: Iterable[Mapping[str, bool]]) -> list[str]:
-    """The keys that are there on some rank and found on none; by rank whether each is found."""
-    found: dict[str, bool] = {}
-    for keys in by_rank:
-        for key, here in keys.items():
-            found[key] = here or found.get(key, False)
-    return [key for key, anywhere in found.items() if not anywhere]
-
-
-def _keys_of(wanted: Iterable[WantedPaths]) -> set[str]:
-    """The flat keys under which what ranks want would be stored."""
-    pairs = ((one.moved, path) for one in wanted for path in (*one.tensors, *one.values, *one.kept))
-    return {moved.get(path) or plain_key(path) for moved, path in pairs}
-
-
-def _check_arranged_alike(wanted: Sequence[WantedPaths], arranged: Mapping[str, Mapping[str, Arranged | None]]) -> None:
-    """See that ranks with different rules make a tensor that they both want of the same, if it has no recipe.
-
-    Raises:
-        ValueError: they do not. A tensor would be put together of several.
-    """
-    rules_of: dict[str, str] = {}
-    for paths in wanted if len(arranged) > 1 else ():
-        made = set(paths.made)
-        for key in (record.key for path, record in paths.records.items() if path not in made):
-            ours, theirs = arranged[paths.rules], arranged[rules_of.setdefault(key, paths.rules)]
-            if ours.get(key, OWN_KEY) != theirs.get(key, OWN_KEY):
-                raise ValueError(
-                    f"aoa_config: by the statements of some ranks {key} is made of other things than by those of others"
-                )
-
-
-def _check_same_sources(wanted: Mapping[int, WantedPaths]) -> None:
-    """See that the ranks that have parts of one tensor take them of one thing; by rank what each wants.
-
-    A rank that has neither recipes nor a key_map takes what is stored under a tensor's own key.
-
-    Raises:
-        ValueError: they do not. A tensor would be put together of several.
-    """
-    elsewhere = {path for paths in wanted.values() for path in paths.instead}
-    lines = []
-    for path in sorted(elsewhere):
-        said: dict[str, list[int]] = {}
-        for rank, paths in wanted.items():
-            says_nothing = not (paths.moved or paths.made or paths.instead)
-            if path in paths.instead or (says_nothing and path in paths.tensors):
-                said.setdefault(paths.instead.get(path, OWN_KEY), []).append(rank)
-        if len(said) > 1:
-            lines.append(f"{plain_key(path)}: {'; '.join(f'rank {ranks[0]}: {what}' for what, ranks in said.items())}")
-    if lines:
-        raise ValueError(
-            "recipes and key_map make a tensor, of which ranks have parts, of different things:\n" + "\n".join(lines)
-        )

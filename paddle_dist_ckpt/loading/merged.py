@@ -24,15 +24,41 @@ from ..tree.building import build_tree
 from ..tree.paths import plain_key
 from ..tree.state_dict import Adapter, Leaves
 from .choosing import choose
-from .load import LeavesLoad
+from .load_rounds import Holder, LeavesLoad
 from .making import RecipeArranger, arranger_for
+from .messages import Mismatch
 from .reading import LoadContext
 
-__all__ = ["add_leaf", "load_merged"]
+__all__ = ["NewLeaves", "add_leaf", "load_merged"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _Empty = Callable[[tuple[int, ...], DType], Any]
 """Makes a tensor that can be filled."""
+
+
+class NewLeaves(Holder):
+    """One that has new memory for what is loaded, or nothing yet.
+
+    Args:
+        add: Adds the leaves; called again if the load starts again.
+
+    Attributes:
+        found: What was loaded, by path: tensors, arrays and values.
+    """
+
+    def __init__(self, add: Callable[[Leaves], None]) -> None:
+        self._add, self._leaves = add, Leaves()
+        self.found: dict[str, Any] = {}
+
+    def scan(self) -> Leaves:
+        self._leaves = Leaves()  # those of the try before are free now
+        self._add(self._leaves)
+        return self._leaves
+
+    def restore(self, values: Mapping[str, Any], untouched: Container[str]) -> list[Mismatch]:
+        tensors = zip(self._leaves.tensor_paths, self._leaves.tensors, strict=True)
+        self.found = {path: value for path, value in (*values.items(), *tensors) if path not in untouched}
+        return []
 
 
 def load_merged(
@@ -51,36 +77,27 @@ def load_merged(
     restarts = Restarts(storage)
     metadata: Metadata
     chosen: Chosen
-    leaves: Leaves
-    values: dict[str, Any] = {}
-    left: Container[str] = ()
 
-    def scan() -> Leaves:
-        nonlocal metadata, chosen, leaves
+    def add(leaves: Leaves) -> None:
+        nonlocal metadata, chosen
         metadata, chosen = _choose(storage, unique_id, selection, arranger, options.strict, restarts)
-        leaves = Leaves()  # those of the try before are free now
         _add_leaves(leaves, metadata, chosen, adapter.empty)
-        return leaves
 
-    def restore(found: Mapping[str, Any], untouched: Container[str]) -> None:
-        nonlocal left
-        values.update(found)
-        left = untouched
-
+    holder = NewLeaves(add)
     with SoloHub().session("load", options.timeout) as session:
         # Whole tensors are loaded under the keys that they have, and those that are not chosen are not asked for.
         plain = dataclasses.replace(options, key_map=None, recipes=None, strict=bool(options.strict))
         context = LoadContext(
             storage, session, NoTransport(), adapter, plain, threads, arranger=arranger, is_part=is_part
         )
-        report = LeavesLoad(scan, restore, context, unique_id, read=lambda _: metadata).run()
+        report = LeavesLoad(holder, context, unique_id, lambda _: metadata).run()
     for reason in report.skipped:  # memory that nothing was read to
         _logger.warning("left out: %s", reason)
-    values.update(zip(leaves.tensor_paths, leaves.tensors, strict=True))
+    found = holder.found
     if flat:
         pairs = zip(chosen.keys(metadata), chosen.paths, strict=True)
-        return {key: values[path] for key, path in pairs if path not in left}
-    tree: dict[Any, Any] = build_tree((place, values[path]) for path, place in chosen.paths.items() if path not in left)
+        return {key: found[path] for key, path in pairs if path in found}
+    tree: dict[Any, Any] = build_tree((place, found[path]) for path, place in chosen.paths.items() if path in found)
     return tree
 
 

@@ -29,6 +29,7 @@ __all__ = [
 
 
 _EMPTY = Column("<u1", b"")
+_NO_TABLE = TableRecord([], [], _EMPTY, _EMPTY, [], _EMPTY, _EMPTY)
 
 
 class Mismatch(msgspec.Struct, frozen=True, array_like=True):
@@ -92,6 +93,9 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
             parameter is not trained now.
         spared: The paths that the key_map says are left as they are, if there are objects that take all that is stored.
         rules: By what the coordinator arranges the tensors; see :class:`..core.parts.Arranger`.
+        patterns: Whether each key of the rank's recipes is the key of a tensor.
+        key_map: Whether each key of the key_map matches something, if the key_map is a mapping.
+        complete: The flat keys of objects for which everything that is stored must be loaded.
     """
 
     tensors: list[str]
@@ -108,6 +112,9 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     frozen: list[tuple[str, str]] = []
     spared: list[str] = []
     rules: str = ""
+    patterns: dict[str, bool] = {}
+    key_map: dict[str, bool] = {}
+    complete: list[str] = []
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -118,10 +125,7 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
         options: Options that all ranks must have in common, in words.
         folder: Which folder the rank sees; None if it sees none.
         wanted: An encoded :class:`WantedPaths`, equal on many ranks.
-        patterns: Whether each key of the rank's recipes is the key of a tensor.
-        complete: The flat keys of objects for which everything that is stored must be loaded.
         location: What the rank calls the folder.
-        key_map: Whether each key of the key_map matches something, if the key_map is a mapping.
         host: Where the rank runs, if it has no ``folder``.
     """
 
@@ -129,11 +133,8 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
     options: dict[str, str]
     folder: FolderIdentity | None
     wanted: bytes
-    patterns: dict[str, bool] = {}
-    complete: list[str] = []
-    location: str = ""
-    key_map: dict[str, bool] = {}
-    host: str = ""
+    location: str
+    host: str
 
 
 class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -163,19 +164,20 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
         save_id: The save's id; empty if the checkpoint is not in files of this format.
         cost: What the values of `.metadata` cost in memory; see :class:`.files.metadata.Metadata`.
         firsts: The coordinator's numbers of the tensors' first shards.
-        thawed: Those of all ranks' ``frozen`` for which entries are stored: the ranks make them, and ask again.
+        thawed: Those of all ranks' ``frozen`` for which entries are stored: the ranks make them, and ask again. Nothing
+            else is said then.
     """
 
-    unique_id: int
-    block_bytes: int
-    files: list[tuple[FileInfo, int]]
-    tensors: TableRecord
-    starts: Column
-    blocks: Column
-    keys: dict[str, str]
-    values: dict[str, Any]
-    unfit: dict[str, str]
-    ranks_on_host: dict[int, int]
+    unique_id: int = 0
+    block_bytes: int = 1
+    files: list[tuple[FileInfo, int]] = []
+    tensors: TableRecord = _NO_TABLE
+    starts: Column = _EMPTY
+    blocks: Column = _EMPTY
+    keys: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    unfit: dict[str, str] = {}
+    ranks_on_host: dict[int, int] = {}
     skipped: dict[str, str] = {}
     stored: dict[str, str] = {}
     renamed: dict[str, list[str]] = {}
@@ -193,8 +195,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
 
     def without_table(self) -> LoadAnswer:
         """The same without the columns, which take as much memory again where there are many shards."""
-        table = TableRecord([], [], _EMPTY, _EMPTY, [], _EMPTY, _EMPTY)
-        return msgspec.structs.replace(self, tensors=table, starts=_EMPTY, blocks=_EMPTY)
+        return msgspec.structs.replace(self, tensors=_NO_TABLE, starts=_EMPTY, blocks=_EMPTY)
 
 
 class DecideRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -107,10 +107,10 @@ def rehearse(
             whole_ones = {key: WantedTensor(s, dtype.name, [(0,) * len(s)]) for key, (s, dtype) in targets.items()}
             arranged = rest.arrange(stored, whole_ones)
             idle = rest.idle(stored, whole_ones)
-    wanted = _wanted(targets, matching)
+    wanted, records = _wanted(targets, matching)
     answering = Answering(metadata, [0], {0: 1}, [key for key, found in matching.patterns.items() if not found])
     paths = WantedPaths(
-        wanted.tensors.paths, {}, made=list(matching.recipes), sources=matching.sources, records=wanted.records
+        wanted.tensors.paths, {}, made=list(matching.recipes), sources=matching.sources, records=records
     )
     ((_, answer),) = answering.answer(paths, arranged)
     fit = Fit(StoredShards(answer, paths.tensors), answer, wanted, cast, (), None)
@@ -120,13 +120,14 @@ def rehearse(
     ]
     written = matching.recipes or match_recipes(recipes, {join("", key): key for key in targets}).recipes
     problems += [with_hint(problem, idle) for problem in fit.problems]
-    found = dict(_made(fit, stored, written))
+    keys = {path: record.key for path, record in records.items()}
+    found = dict(_made(fit, keys, stored, written))
     bad, asked = {problem.key for problem in fit.problems}, answering.asked
     gone = {*fit.answer.skipped, *fit.answer.unfit}
     return Rehearsal(
         made=[one._replace(nbytes=reads.get(path, 0)) for path, one in found.items()],
-        as_stored=[key for path, key in _keys(wanted) if path not in found and path not in gone and key not in bad],
-        left=[f"{key}: {fit.answer.skipped[path]}" for path, key in _keys(wanted) if path in fit.answer.skipped],
+        as_stored=[key for path, key in keys.items() if path not in found and path not in gone and key not in bad],
+        left=[f"{key}: {fit.answer.skipped[path]}" for path, key in keys.items() if path in fit.answer.skipped],
         unused=[key for path in tensors if (key := metadata.key(path)) not in sources and path not in asked],
         problems=problems,
         nbytes=nbytes,
@@ -134,29 +135,25 @@ def rehearse(
     )
 
 
-def _keys(wanted: WantedState) -> list[tuple[str, str]]:
-    return [(path, record.key) for path, record in wanted.records.items()]
-
-
-def _wanted(targets: Outlines, matching: Matching) -> WantedState:
-    """What a rank that has these tensors whole would ask for. Their memory is none, at addresses that are theirs
-    alone."""
-    wanted, address = WantedState(made=matching), 1 << 12
+def _wanted(targets: Outlines, matching: Matching) -> tuple[WantedState, dict[str, WantedRecord]]:
+    """What a rank that has these tensors whole would ask for, and what it would say of them. Their memory is none, at
+    addresses that are theirs alone."""
+    wanted, records, address = WantedState(made=matching), dict[str, WantedRecord](), 1 << 12
     for key, (shape, dtype) in targets.items():
         path, geometry = join("", key), Geometry(Kind.TENSOR, dtype, shape, True, (LocalShard(whole(shape)),))
         wanted.tensors.add(path, TensorView(geometry, (address,), None, None))
-        wanted.records[path] = WantedRecord(key, shape, dtype.name, None)
+        records[path] = WantedRecord(key, shape, dtype.name, None)
         address += math.prod(shape) * dtype.itemsize + 64
-    return wanted
+    return wanted, records
 
 
 def _made(
-    fit: Fit, stored: Mapping[str, SourceTensor], written: Mapping[str, FilledRecipe]
+    fit: Fit, keys: Mapping[str, str], stored: Mapping[str, SourceTensor], written: Mapping[str, FilledRecipe]
 ) -> Iterator[tuple[str, MadeTensor]]:
     """What is made of stored tensors, by path; of what does not fit nothing."""
     recipes, parts = fit.wanted.made.recipes, fit.answer.parts
     maker = PartMaker(stored.__getitem__)
-    for path, key in _keys(fit.wanted):
+    for path, key in keys.items():
         if path in recipes:
             try:
                 made = maker.make(recipes[path])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,8 +15,8 @@ from ..files.metadata import Metadata
 from ..tree.building import build_tree
 from ..tree.paths import plain_key
 from ..tree.state_dict import Leaves
-from .load import LeavesLoad
-from .merged import add_leaf
+from .load_rounds import LeavesLoad
+from .merged import NewLeaves, add_leaf
 from .reading import LoadContext
 
 __all__ = ["load_on"]
@@ -63,16 +63,14 @@ def load_on(receiver: int | None, context: LoadContext, metadata: Metadata | Non
         return {rank: everything if data == asked else nothing for rank, data in messages.items()}
 
     _, contents = ask(session, "contents", lambda: (None, _ReceiverRequest(receives)), _ContentsAnswer, answer)
-    leaves = Leaves(value_paths=list(contents.values), values=[None] * len(contents.values))
 
-    def scan() -> Leaves:
+    def add(leaves: Leaves) -> None:
         for path, kind, dtype, shape in contents.entries:
             add_leaf(leaves, path, Kind(kind), shape, dtype_named(dtype), context.adapter.empty, plain_key(path))
-        return leaves
+        leaves.value_paths.extend(contents.values)
+        leaves.values.extend([None] * len(contents.values))
 
-    values: dict[str, Any] = {}
-    read: Callable[[int | None], Metadata] | None = None if metadata is None else (lambda _: metadata)
-    LeavesLoad(scan, lambda found, _: values.update(found), context, 0, read=read).run()
-    values.update(zip(leaves.tensor_paths, leaves.tensors, strict=True))
-    tree: dict[Any, Any] = build_tree(values.items())
+    holder = NewLeaves(add)
+    LeavesLoad(holder, context, 0, None if metadata is None else (lambda _: metadata)).run()
+    tree: dict[Any, Any] = build_tree(holder.found.items())
     return tree
