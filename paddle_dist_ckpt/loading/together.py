@@ -53,15 +53,18 @@ def check_same_sources(wanted: Mapping[int, WantedPaths]) -> None:
         ValueError: they do not. A tensor would be put together of several.
     """
     elsewhere = {path for paths in wanted.values() for path in paths.instead}
-    lines = []
-    for path in sorted(elsewhere):
-        said: dict[str, list[int]] = {}
-        for rank, paths in wanted.items():
-            says_nothing = not (paths.moved or paths.made or paths.instead)
-            if path in paths.instead or (says_nothing and path in paths.tensors):
-                said.setdefault(paths.instead.get(path, OWN_KEY), []).append(rank)
-        if len(said) > 1:
-            lines.append(f"{plain_key(path)}: {'; '.join(f'rank {ranks[0]}: {what}' for what, ranks in said.items())}")
+    said: dict[str, dict[str, int]] = {path: {} for path in sorted(elsewhere)}  # what each is made of, on which rank
+    for rank, paths in wanted.items():
+        here: Iterable[str] = paths.instead
+        if not (paths.moved or paths.made or paths.instead):
+            here = elsewhere.intersection(paths.tensors)
+        for path in here:
+            said[path].setdefault(paths.instead.get(path, OWN_KEY), rank)
+    lines = [
+        f"{plain_key(path)}: {'; '.join(f'rank {rank}: {what}' for what, rank in found.items())}"
+        for path, found in said.items()
+        if len(found) > 1
+    ]
     if lines:
         raise ValueError(
             "recipes and key_map make a tensor, of which ranks have parts, of different things:\n" + "\n".join(lines)

@@ -36,12 +36,15 @@ from paddle_dist_ckpt.core.parts import NEW, Arranged, IdleStatement, Part, Want
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.folder.selection import Selection
 from paddle_dist_ckpt.loading import part_targets
+from paddle_dist_ckpt.loading.key_map import OWN_KEY
 from paddle_dist_ckpt.loading.load import load
 from paddle_dist_ckpt.loading.merged import load_merged
+from paddle_dist_ckpt.loading.messages import WantedPaths
 from paddle_dist_ckpt.loading.reading import LoadContext
 from paddle_dist_ckpt.loading.recipes import KeyPattern, match_recipes
 from paddle_dist_ckpt.loading.rehearsal import rehearse
 from paddle_dist_ckpt.loading.stored_tensors import stored_tensors
+from paddle_dist_ckpt.loading.together import check_same_sources
 from paddle_dist_ckpt.planning.recipe_parts import make_parts, recipe_of
 from paddle_dist_ckpt.recipes import distinct_text
 from paddle_dist_ckpt.storage import as_source
@@ -66,6 +69,7 @@ from test.jobs import (
     split_rows,
     try_load,
 )
+from test.pace import slowness
 from test.recipe_cases import MADE, SAVED, Arrays, expected, save_in_rows
 
 
@@ -770,6 +774,17 @@ def test_a_tensor_that_all_ranks_leave_as_it_is_stays_whatever_else_they_load(tm
     )
     assert all(target[f"own{rank}"].any() for rank, target in enumerate(targets))
     assert not any(piece.any() for part in parts for piece in part.pieces)
+
+
+def test_ranks_without_a_key_map_are_compared_with_one_that_has_one_in_linear_time() -> None:
+    paths = [f"/model/layers.{i}.weight" for i in range(20_000)]
+    moved = dict.fromkeys(paths[::2], "other")
+    instead = {path: f"stored({moved[path]!r})" if path in moved else OWN_KEY for path in paths}
+    others = dict.fromkeys(range(1, 9), WantedPaths(paths, {}))
+    start = time.process_time()
+    with pytest.raises(ValueError, match=r"layers\.2\.weight: rank 0: stored\('other'\); rank 1: what is stored"):
+        check_same_sources({0: WantedPaths(paths, {}, moved=moved, instead=instead), **others})
+    assert time.process_time() - start < 1.5 * slowness()
 
 
 def test_recipes_of_one_tensor_that_differ_only_at_the_end_of_a_very_long_text_are_not_mixed(tmp_path: Path) -> None:
