@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -138,19 +137,17 @@ class IdleStatement(NamedTuple):
     Attributes:
         text: The statement.
         reason: Why nothing comes of it.
-        names: Regular expressions of the flat keys that it names.
+        names: The flat keys that it names, with a star for a number that may be any.
+        endings: What may follow these, as the name of a parameter's state.
     """
 
     text: str
     reason: str
     names: tuple[str, ...] = ()
+    endings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.text!r} ({self.reason})"
-
-    def is_about(self, key: str) -> bool:
-        """Whether it names a tensor of this flat key."""
-        return any(re.fullmatch(name, key) for name in self.names)
 
 
 class Arranger(Protocol):

@@ -21,7 +21,7 @@ from ..visible import each_visible
 from .answering import Answering
 from .key_map import matcher
 from .messages import Mismatch, WantedPaths
-from .recipes import with_hint
+from .recipes import idle_hints
 from .wording import MEANT, MISSING, NEEDED, NO_ENTRY, TRANSPOSE
 
 __all__ = ["NOT_YET", "MismatchCheck", "idle_text", "some_of"]
@@ -78,9 +78,9 @@ class MismatchCheck:
         if not (ranks or surplus) or not self.options.strict:
             return
         everyone = len(by_rank)
-        said = {problem: with_hint(problem, idle) for problem in ranks}
+        hint = idle_hints(idle)
         lines = [
-            said[problem] if len(having) == everyone else f"{said[problem]} ({ranks_text(having)})"
+            f"{problem}{hint(problem.key)}{'' if len(having) == everyone else f' ({ranks_text(having)})'}"
             for problem, having in ranks.items()
         ] + surplus
         advice = "; ".join(self._advice(list(ranks), lines, bool(surplus), bool(left), bool(idle)))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..core.parts import IdleStatement
 from ..planning.recipe_parts import FilledRecipe
 from ..recipes import Recipe, filled, placeholders, stored_keys, texts_and_placeholders
-from .messages import Mismatch
 
-__all__ = ["KeyPattern", "Matching", "match_recipes", "with_hint"]
+__all__ = ["KeyPattern", "Matching", "idle_hints", "match_recipes"]
+
+_NUMBER = re.compile(r"(\d+)")
+_MOST_NUMBERS = 8  # of a key, for each of which a statement may have a star
 
 
 @dataclass(slots=True)
@@ -109,8 +112,29 @@ def _cut(found: dict[str, str], names: Sequence[str], between: Sequence[str]) ->
     return True
 
 
-def with_hint(problem: Mismatch, idle: Iterable[IdleStatement]) -> str:
-    """What does not fit, with a statement that names the key and changes nothing."""
-    about = next((one for one in idle if one.is_about(problem.key)), None)
-    hint = "" if about is None else f"; {about.text!r} names it, but changes nothing: {about.reason}"
-    return f"{problem}{hint}"
+def idle_hints(idle: Sequence[IdleStatement]) -> Callable[[str], str]:
+    """A function that says, behind what does not fit, which statement names a flat key and changes nothing: the first
+    that does, if one does. There may be very many of both."""
+    first: dict[str, int] = {}
+    for number, statement in enumerate(idle):
+        for name in statement.names:
+            first.setdefault(name, number)
+    endings = {"", *itertools.chain.from_iterable(statement.endings for statement in idle)}
+
+    def hint(key: str) -> str:
+        starts = (key[: len(key) - len(ending)] for ending in endings if key.endswith(ending))
+        found = [first[name] for start in starts for name in _names_of(start) if name in first]
+        if not found:
+            return ""
+        about = idle[min(found)]
+        return f"; {about.text!r} names it, but changes nothing: {about.reason}"
+
+    return hint if first else lambda key: ""
+
+
+def _names_of(key: str) -> Iterator[str]:
+    """A flat key as statements may write it, with stars for some of its numbers."""
+    texts = _NUMBER.split(key)
+    most = 2 * _MOST_NUMBERS
+    ways = [(text, "*") if i % 2 and i < most else (text,) for i, text in enumerate(texts)]
+    return map("".join, itertools.product(*ways))

@@ -20,7 +20,7 @@ from .answering import Answering
 from .fit import Fit
 from .making import RecipeArranger, is_itself
 from .messages import WantedPaths, WantedRecord
-from .recipes import Matching, match_recipes, with_hint
+from .recipes import Matching, idle_hints, match_recipes
 from .stored import StoredShards
 from .stored_tensors import stored_tensors
 from .wanted import WantedState
@@ -119,7 +119,8 @@ def rehearse(
         path for path, kind in zip(metadata.table.paths, metadata.table.kinds, strict=True) if kind != Kind.VALUE
     ]
     written = matching.recipes or match_recipes(recipes, {join("", key): key for key in targets}).recipes
-    problems += [with_hint(problem, idle) for problem in fit.problems]
+    hint = idle_hints(idle)
+    problems += [f"{problem}{hint(problem.key)}" for problem in fit.problems]
     keys = {path: record.key for path, record in records.items()}
     found = dict(_made(fit, keys, stored, written))
     bad, asked = {problem.key for problem in fit.problems}, answering.asked

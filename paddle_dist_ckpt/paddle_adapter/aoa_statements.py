@@ -187,7 +187,8 @@ def idle_statements(
         if asked is not None:
             asked.update(name for line in used for name in line.taken)
         if not used:
-            found.append(IdleStatement(statement, _reason(lines), tuple(_patterns(module, statement))))
+            names = tuple(_NUMBER.sub("*", name) for name in _NAME.findall(statement))
+            found.append(IdleStatement(statement, _reason(lines), names, tuple(module.OPTIMIZER_STATE_NAME)))
     return found if config.get("aoa_config_reverse") else found[::-1]
 
 
@@ -252,11 +253,3 @@ def _line(tokens: Sequence[Any], reverse: bool) -> _Line:
     end = next((i for i, name in enumerate(right) if name in macros.GLOBAL_ATTRIBUTE_KEYWORDS), len(right))
     taken, made = (right[:end], left) if reverse else (left, right[:end])
     return _Line(taken, made, right[end:])
-
-
-def _patterns(module: ModuleType, statement: str) -> Iterable[str]:
-    """Regular expressions of the keys that a statement names, of parameters and of their states."""
-    states = "|".join(map(re.escape, module.OPTIMIZER_STATE_NAME))
-    for name in _NAME.findall(statement):
-        text = re.sub(r"\\\$[A-Z_]+|\\\*", r"\\d+", re.escape(name))
-        yield f"{text}(?:{states})?"

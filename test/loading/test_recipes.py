@@ -41,7 +41,7 @@ from paddle_dist_ckpt.loading.load import load
 from paddle_dist_ckpt.loading.merged import load_merged
 from paddle_dist_ckpt.loading.messages import WantedPaths
 from paddle_dist_ckpt.loading.reading import LoadContext
-from paddle_dist_ckpt.loading.recipes import KeyPattern, match_recipes
+from paddle_dist_ckpt.loading.recipes import KeyPattern, idle_hints, match_recipes
 from paddle_dist_ckpt.loading.rehearsal import rehearse
 from paddle_dist_ckpt.loading.stored_tensors import stored_tensors
 from paddle_dist_ckpt.loading.together import check_same_sources
@@ -714,6 +714,35 @@ def with_arranger(folder: Path, target: dict[str, Any], arranged: Arranging | di
         storage, arranger = as_source(folder), arranged if isinstance(arranged, Arranging) else Arranging(arranged)
         context = LoadContext(storage, session, NoTransport(), NumpyAdapter(), loading, arranger=arranger)
         return load(target, context, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("a.12.w", "any"),
+        ("a.3.w", "third"),  # the first that names it
+        ("a.3.w.moment1_0", "third"),
+        ("a.3.w.moment", ""),
+        ("a.x.w", ""),
+        ("b.1.2.w", "second number"),
+        ("b.2.2.w", ""),
+        (".".join("1" * 100), ""),
+    ],
+)
+def test_the_first_statement_that_names_a_key_is_told_of(key: str, named: str) -> None:
+    endings = (".moment1_0", ".moment2_0")
+    names = {"third": "a.3.w", "any": "a.*.w", "second number": "b.1.*.w", "later": "a.*.w"}
+    idle = [IdleStatement(text, "no reason", (f"{text}.x", name), endings) for text, name in names.items()]
+    assert idle_hints(idle)(key) == (f"; {named!r} names it, but changes nothing: no reason" if named else "")
+
+
+def test_very_many_keys_are_looked_for_in_very_many_statements_in_linear_time() -> None:
+    keys = [f"layers.{i}.experts.{i % 7}.w" for i in range(5000)]
+    idle = [IdleStatement(key, "", (key,), (".moment1_0",)) for key in keys]
+    start = time.process_time()
+    hints = list(map(idle_hints(idle), keys))
+    assert time.process_time() - start < slowness()
+    assert hints[-1].startswith(f"; '{keys[-1]}' names it")
 
 
 # -- ranks that say different things
