@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from paddle.distributed.flex_checkpoint.aoa import aoa_engine as paddles
+from paddle.distributed.flex_checkpoint.aoa import macros
+
+from ..core.cached import cached_property
 from ..core.parts import IdleStatement
 
-__all__ = ["OF_PARTS", "at_fault", "check_counts", "check_numbers", "check_rows", "idle_statements"]
+__all__ = ["OF_PARTS", "Statements", "at_fault", "check_numbers"]
 
 _LAST_OF_NAMES = 3  # macros of a priority up to this put names in the place of patterns; later ones rewrite statements
 _NOTHING = "_"
@@ -87,29 +90,49 @@ def check_numbers(config: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
                 )
 
 
-def check_counts(
-    module: ModuleType, config: Mapping[str, Any], stored: Mapping[str, Any], wanted: Mapping[str, Any] | None
-) -> None:
-    """Refuse statements taken in reverse that need to know how many parts a fused tensor is in.
-
-    Of one that is taken apart, Paddle 3.3.1 looks for it among the wanted tensors then, where it is not, and goes on
-    with 1; and Q, K and V are equal parts of it. Of one that is made, it fails.
+class Statements:
+    """The statements of an ``aoa_config``, each with what it is without patterns, by the macros of Paddle and of
+    programs.
 
     Args:
-        module: The module with the engine.
         config: The ``aoa_config``.
         stored, wanted: The parts of tensors, as the engine takes them.
-
-    Raises:
-        ValueError: there is such a statement, and the tensor is made, or is in more parts than one, or it is not known
-            in how many, or has fewer heads of K and V than of Q.
     """
-    if not config.get("aoa_config_reverse"):
-        return
-    for statement, lines in _lines(module, config, stored, wanted):
-        for line in lines:
-            if not any(word in OF_PARTS for word in line.words):
-                continue
+
+    def __init__(self, config: Mapping[str, Any], stored: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> None:
+        self._texts: Sequence[str] = config["aoa_statements"]
+        self._reverse = bool(config.get("aoa_config_reverse"))
+        self._stored, self._wanted = stored, wanted
+
+    @cached_property
+    def _lines(self) -> list[tuple[str, list[_Line]]]:
+        lexer = paddles.Lexer(paddles.AOAShardInfoContext(self._stored, self._wanted, self._reverse))
+        found = []
+        for statement in self._texts:
+            texts = [statement]
+            for macro in macros.macro_registry.macros:
+                if macro["priority"] <= _LAST_OF_NAMES:
+                    texts = lexer.apply_single_macro_to_all(texts, macro["func"])
+            found.append((statement, [_line(lexer.tokenize(text), self._reverse) for text in texts]))
+        return found
+
+    def _of_parts(self) -> Iterator[tuple[str, _Line]]:
+        """Those for which it matters how many parts a tensor is in."""
+        if any(word in statement for word in OF_PARTS for statement in self._texts):
+            for statement, lines in self._lines:
+                yield from ((statement, line) for line in lines if any(word in OF_PARTS for word in line.words))
+
+    def check_counts(self) -> None:
+        """Refuse statements taken in reverse that need to know how many parts a fused tensor is in.
+
+        Of one that is taken apart, Paddle 3.3.1 looks for it among the wanted tensors then, where it is not, and goes
+        on with 1; and Q, K and V are equal parts of it. Of one that is made, it fails.
+
+        Raises:
+            ValueError: there is such a statement, and the tensor is made, or is in more parts than one, or it is not
+                known in how many, or has fewer heads of K and V than of Q.
+        """
+        for statement, line in self._of_parts() if self._reverse else ():
             if len(line.made) == 1 < len(line.taken):
                 other = f"{', '.join(line.taken)} -> {line.made[0]}"
                 raise ValueError(
@@ -125,47 +148,37 @@ def check_counts(
                     f"{statement!r} is not taken in reverse, since Paddle's engine takes equal parts for Q, K and V; "
                     f"write '{line.taken[0]} -> {', '.join(line.made)}, ...' in its place, without aoa_config_reverse"
                 )
-            for key in _family(module, line.taken, stored):
+            for key in _family(line.taken, self._stored):
                 try:
-                    counts = [len(stored[key])]
+                    counts = [len(self._stored[key])]
                 except ValueError as error:
                     raise ValueError(f"{error}, or {advice}") from None
-                if wanted is not None and key in wanted:
-                    counts.append(len(wanted[key]))
+                if self._wanted is not None and key in self._wanted:
+                    counts.append(len(self._wanted[key]))
                 if max(counts) > 1:
                     raise ValueError(
                         f"{key} is in {max(counts)} parts, which Paddle's engine takes for one where {statement!r} is "
                         f"taken in reverse, so that something else would come out; {advice}"
                     )
 
+    def check_rows(self, engine: Any, tells_rows: Callable[[str], bool]) -> None:
+        """Refuse to fuse a tensor anew of whose parts only the columns are known, for ranks that want rows of it each.
 
-def check_rows(
-    module: ModuleType,
-    config: Mapping[str, Any],
-    stored: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    engine: Any,
-    tells_rows: Callable[[str], bool],
-) -> None:
-    """Refuse to fuse a tensor anew of whose parts only the columns are known, for ranks that want rows of it each.
+        Of these Paddle 3.3.1 counts the rows as well, so that a tensor would change whose layout does not.
 
-    Of these Paddle 3.3.1 counts the rows as well, so that a tensor would change whose layout does not.
+        Args:
+            engine: The engine, which has gone through all statements.
+            tells_rows: Whether it is known how a stored tensor was cut along its rows, too.
 
-    Args:
-        module, config, stored, wanted: See :func:`check_counts`.
-        engine: The engine, which has gone through all statements.
-        tells_rows: Whether it is known how a stored tensor was cut along its rows, too.
-
-    Raises:
-        ValueError: there is a statement about such a tensor.
-    """
-    reverse = bool(config.get("aoa_config_reverse"))
-    for statement, lines in _lines(module, config, stored, wanted):
-        for line in lines:
-            if not (len(line.taken) == len(line.made) == 1 and any(word in OF_PARTS for word in line.words)):
+        Raises:
+            ValueError: there is a statement about such a tensor.
+        """
+        wanted = self._wanted or {}
+        for statement, line in self._of_parts() if wanted else ():
+            if not len(line.taken) == len(line.made) == 1:
                 continue
-            source = engine.context.resolve_mapping_chain(line.taken[0], reverse=not reverse)
-            made = _family(module, [engine.context.resolve_mapping_chain(line.made[0], reverse=reverse)], wanted)
+            source = engine.context.resolve_mapping_chain(line.taken[0], reverse=not self._reverse)
+            made = _family([engine.context.resolve_mapping_chain(line.made[0], reverse=self._reverse)], wanted)
             rows = {part.global_offset[:1] for key in made for part in wanted[key]}
             if len(rows) > 1 and not tells_rows(source):
                 raise ValueError(
@@ -173,23 +186,19 @@ def check_rows(
                     f"columns, and ranks want rows of {made[0]} each; LoadOptions(recipes=...) can say what is meant"
                 )
 
-
-def idle_statements(
-    module: ModuleType, config: Mapping[str, Any], stored: Mapping[str, Any], wanted: Mapping[str, Any] | None
-) -> list[IdleStatement]:
-    """The statements that change nothing. For the arguments see :func:`check_counts`."""
-    there = set(_parameters(module, stored))
-    asked = None if wanted is None else set(_parameters(module, wanted))
-    found = []
-    statements = _lines(module, config, stored, wanted)
-    for statement, lines in statements if config.get("aoa_config_reverse") else reversed(statements):
-        used = [line for line in lines if _is_used(line, there, asked)]
-        if asked is not None:
-            asked.update(name for line in used for name in line.taken)
-        if not used:
-            names = tuple(_NUMBER.sub("*", name) for name in _NAME.findall(statement))
-            found.append(IdleStatement(statement, _reason(lines), names, tuple(module.OPTIMIZER_STATE_NAME)))
-    return found if config.get("aoa_config_reverse") else found[::-1]
+    def idle(self) -> list[IdleStatement]:
+        """Those that change nothing."""
+        there = set(_parameters(self._stored))
+        asked = None if self._wanted is None else set(_parameters(self._wanted))
+        found = []
+        for statement, lines in self._lines if self._reverse else reversed(self._lines):
+            used = [line for line in lines if _is_used(line, there, asked)]
+            if asked is not None:
+                asked.update(name for line in used for name in line.taken)
+            if not used:
+                names = tuple(_NUMBER.sub("*", name) for name in _NAME.findall(statement))
+                found.append(IdleStatement(statement, _reason(lines), names, tuple(paddles.OPTIMIZER_STATE_NAME)))
+        return found if self._reverse else found[::-1]
 
 
 def _is_used(line: _Line, stored: set[str], asked: set[str] | None) -> bool:
@@ -211,40 +220,20 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(all_of_them[:_MOST_NAMES]) + (", ..." if len(all_of_them) > _MOST_NAMES else "")
 
 
-def _parameters(module: ModuleType, keys: Iterable[str]) -> Iterable[str]:
-    return (module.split_optimizer_state_key(key)[0] for key in keys)
+def _parameters(keys: Iterable[str]) -> Iterable[str]:
+    return (paddles.split_optimizer_state_key(key)[0] for key in keys)
 
 
-def _family(module: ModuleType, names: Sequence[str], stored: Mapping[str, Any]) -> list[str]:
+def _family(names: Sequence[str], stored: Mapping[str, Any]) -> list[str]:
     """The stored keys of parameters, or of those of their states that are cut as they are."""
     return [
         key
         for key in stored
-        if (split := module.split_optimizer_state_key(key))[0] in names and "_pow_acc" not in (split[1] or "")
+        if (split := paddles.split_optimizer_state_key(key))[0] in names and "_pow_acc" not in (split[1] or "")
     ]
 
 
-def _lines(
-    module: ModuleType, config: Mapping[str, Any], stored: Mapping[str, Any], wanted: Mapping[str, Any] | None
-) -> list[tuple[str, list[_Line]]]:
-    """All statements, each with what it is without patterns; by the macros of Paddle and of programs."""
-    from paddle.distributed.flex_checkpoint.aoa import macros
-
-    reverse = bool(config.get("aoa_config_reverse"))
-    lexer = module.Lexer(module.AOAShardInfoContext(stored, wanted, reverse))
-    found = []
-    for statement in config["aoa_statements"]:
-        texts = [statement]
-        for macro in macros.macro_registry.macros:
-            if macro["priority"] <= _LAST_OF_NAMES:
-                texts = lexer.apply_single_macro_to_all(texts, macro["func"])
-        found.append((statement, [_line(lexer.tokenize(text), reverse) for text in texts]))
-    return found
-
-
 def _line(tokens: Sequence[Any], reverse: bool) -> _Line:
-    from paddle.distributed.flex_checkpoint.aoa import macros
-
     kinds = [token.type.name for token in tokens]
     arrow = kinds.index("RARROW") if "RARROW" in kinds else len(kinds)
     names = [(i, token.value) for i, token in enumerate(tokens) if kinds[i] == "IDENTIFIER"]

@@ -36,7 +36,6 @@ from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.export_calls import export_request
 from paddle_dist_ckpt.loading.stored_tensors import stored_tensors
-from paddle_dist_ckpt.paddle_adapter import aoa
 from paddle_dist_ckpt.state_exports import export_filled_with
 from paddle_dist_ckpt.wiring import load_with, paddles
 from test.paddle.layouts import Array
@@ -45,6 +44,7 @@ from test.paddle.test_sharded_weight import Part, assert_same, on_ranks, raise_f
 from test.strategies import some
 
 aoa_engine: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.aoa.aoa_engine")
+our_engine: Any = pytest.importorskip("paddle_dist_ckpt.paddle_adapter.aoa_engine")
 macros: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.aoa.macros")
 ShardedWeight: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.sharded_weight").ShardedWeight
 
@@ -1126,22 +1126,25 @@ def test_errors_of_internals_behind_the_first_trial_are_none_of_statements(
 def test_a_state_of_another_shape_than_its_parameters_is_not_made_of_several() -> None:
     part = core_parts.Part("b", whole((2,)), (0,), whole((2,)))
     stored = {"b": core_parts.SourceTensor((1,), DTYPES["float32"])}
-    assert aoa._alone(stored, (2,), [part], (2,)) == ((1,), [core_parts.Part("b", whole((1,)), (0,), whole((1,)))])
-    assert aoa._alone(stored, (4,), [part, part], (2,)) == ((4,), [])
-    assert aoa._alone({}, (2,), [part], (2,)) == ((2,), [])
+    assert our_engine._alone(stored, (2,), [part], (2,)) == (
+        (1,),
+        [core_parts.Part("b", whole((1,)), (0,), whole((1,)))],
+    )
+    assert our_engine._alone(stored, (4,), [part, part], (2,)) == ((4,), [])
+    assert our_engine._alone({}, (2,), [part], (2,)) == ((2,), [])
 
 
 def test_casts_that_are_not_done_are_refused() -> None:
     stored = core_parts.SourceTensor((2,), DTYPES["int64"])
     with pytest.raises(ValueError, match="^w: a cast from int64 to float32 is not done$"):
-        aoa._one_cast("w", stored, ["float32"])
+        our_engine._one_cast("w", stored, ["float32"])
 
 
 def test_what_cannot_be_looked_for_stops_no_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise AttributeError("an engine of another version")
 
-    monkeypatch.setattr(aoa, "idle_statements", fails)
+    monkeypatch.setattr(our_engine, "idle_statements", fails)
     save_state_dict({"a": paddle.arange(6.0)}, tmp_path)
     target = {"b": paddle.zeros([6])}
     load_state_dict(target, tmp_path, options=LoadOptions(aoa_config={"aoa_statements": ["a -> b"]}))
