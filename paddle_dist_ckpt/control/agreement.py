@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import NoReturn
 
 from ..core.protocols import ControlHub, ControlSession
+from .appointment import BoardAppointments
 from .board import Board
-from .session import BoardAppointments, Ending, Session
+from .session import Ending, Session
 from .wire import NAMED_COORDINATOR
 
 __all__ = ["AgreedHub", "RefusingHub"]

@@ -5,7 +5,8 @@ thread, and promises to go no further before it has heard the decision: the firs
 knows of an appointment before it gets there, wherever the others are; it waits only if its next step comes within the
 one exchange of messages that a decision takes.
 
-Both sides are state machines without I/O, threads or clocks. A message is all that its sender knows, so that the latest
+Both sides are state machines without I/O, threads or clocks; :class:`BoardAppointments` is what user threads have of
+them, over a :class:`.board.Board`. A message is all that its sender knows, so that the latest
 makes up for those that were lost with a connection, and each side need only repeat it. Nobody can miss a decision: the
 next one takes every rank's answer to a question that tells of it.
 """
@@ -13,16 +14,22 @@ next one takes every rank's answer to a question that tells of it.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from . import failures
 from .coordinator import Emit
-from .wire import BEFORE, Appointed, Label, Whereabouts
+from .session import LONGEST_WAIT, SHORTEST_TIMEOUT
+from .wire import BEFORE, MAX_TOPIC, Appointed, ErrorRecord, Label, Whereabouts
 
-__all__ = ["Appointer", "Attendance", "Attendances"]
+if TYPE_CHECKING:
+    from .board import Board
+
+__all__ = ["Appointer", "Attendance", "Attendances", "BoardAppointments", "check_topic"]
 
 _MOST_EARLY = 100
 _logger = logging.getLogger("paddle_dist_ckpt")
@@ -164,3 +171,68 @@ class Attendances:
                 del self._made[early[0]]
             self._made[label] = Attendance(label, self._lead(label))
         return self._made[label]
+
+
+def check_topic(topic: str) -> str:
+    """Return ``topic`` as it can be sent, if it can be one. Halves of surrogate pairs in it are replaced.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    if len(topic) > MAX_TOPIC:
+        raise ValueError(f"the topic has {len(topic)} characters; a topic may have {MAX_TOPIC}")
+    return topic.encode(errors="replace").decode()
+
+
+class BoardAppointments:
+    """Implements :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
+
+    def __init__(self, board: Board, topic: str, timeout: float) -> None:
+        self._board = board
+        self._timeout = max(timeout, SHORTEST_TIMEOUT)
+        with board.lock:
+            self._attendance = board.attendances.next(check_topic(topic))
+        self._closed = False
+
+    @property
+    def leads(self) -> bool:
+        return self._board.rank == self._board.coordinator
+
+    def reach(self, step: int, wish: bool = False) -> bool:
+        """See :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
+        board, attendance, until = self._board, self._attendance, time.monotonic() + self._timeout
+        if self._closed:
+            return False
+        with board.lock:
+            while not attendance.may_reach(step):
+                left = until - time.monotonic()
+                error = self._hindrance(left <= 0)
+                if error is not None:
+                    raise failures.copy_of(error)
+                board.changed.wait(min(left, LONGEST_WAIT))
+            due = attendance.reach(step)
+            if wish and not due:
+                attendance.wish()
+                board.post(attendance.whereabouts())
+            return due
+
+    def _hindrance(self, over: bool) -> ErrorRecord | None:
+        """Why no decision is to be expected, if so."""
+        board, (topic, _), lead = self._board, self._attendance.label, self._attendance.lead
+        if board.broken is not None:
+            return board.broken
+        waiting = f"waiting for the decision about {topic!r}"
+        if board.coordinator in board.links.lost:
+            lost = {board.coordinator: failures.record(failures.LOST)}
+            return failures.failure_of_ranks(f"{waiting} failed", lost, board.ranks)
+        silent = [board.coordinator] if lead is None else lead.silent
+        return failures.timeout_error(waiting, silent, self._timeout) if over else None
+
+    def close(self) -> None:
+        """See :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
+        lead = self._attendance.lead
+        with self._board.lock:
+            if lead is not None and not self._closed:
+                lead.end(self._attendance.step)
+                self._board.settle()
+            self._closed = True

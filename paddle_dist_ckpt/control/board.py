@@ -17,10 +17,11 @@ from typing import TypeVar
 from ..errors import CheckpointError
 from ..version import __version__
 from . import failures, wire
-from .appointment import Appointer, Attendances
+from .appointment import Appointer, Attendances, BoardAppointments
+from .coordinator import Links
 from .coordinator_table import CoordinatorTable
 from .member import MemberSession
-from .session import BoardAppointments, Session
+from .session import Session
 from .wire import ErrorRecord, Message
 
 __all__ = ["Board"]
@@ -38,7 +39,6 @@ class Board(ABC):
         ranks: The members of every session.
         coordinator: One of them, on which the state machines are that decide.
         lock: Becomes the board's; simulated ranks of one process share one.
-        opened: How many sessions this rank has opened, or has tried to.
 
     Attributes:
         lock: Guards the board. Whoever takes it as the lock of ``changed`` may be interrupted before it is given back:
@@ -46,36 +46,24 @@ class Board(ABC):
         changed: Notified, with the lock held, when there is news for user threads.
         table: All ranks' sessions, on the coordinator.
         attendances: This rank's part in appointments.
-        lost: The ranks whose connections are lost.
-        unproven: The ranks that somebody said to be who was turned away.
-        absent: The ranks that have never connected, on the coordinator.
+        links: What is known of the ranks' connections.
         broken: Why no session can succeed any more, if so.
     """
 
     def __init__(
-        self,
-        rank: int,
-        ranks: tuple[int, ...],
-        coordinator: int,
-        lock: threading.RLock | None = None,
-        opened: int = 0,
+        self, rank: int, ranks: tuple[int, ...], coordinator: int, lock: threading.RLock | None = None
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.coordinator = coordinator
         self.lock = lock or threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.lost: set[int] = set()
-        self.unproven: set[int] = set()
-        self.absent: set[int] = set()
+        self.links = Links()
         self.attendances = Attendances(self._lead)
         self.broken: ErrorRecord | None = None
-        leads = rank == coordinator
-        self.table = (
-            CoordinatorTable(ranks, coordinator, self.lost, self._emit, self.unproven, self.absent) if leads else None
-        )
+        self.table = CoordinatorTable(ranks, coordinator, self.links, self._emit) if rank == coordinator else None
         self._sessions: dict[int, MemberSession] = {}
-        self._opened = opened
+        self._opened = 0  # how many sessions this rank has opened, or has tried to
         self._pid = os.getpid()
 
     def session(self, kind: str, timeout: float, place: Session | None = None) -> Session:
@@ -148,7 +136,7 @@ class Board(ABC):
         self.post(wire.Open(session.number, session.kind, session.timeout, __version__))
         if self.table is not None:
             session.lead = self.table.sessions.get(session.number)
-        if self.coordinator in self.lost:
+        if self.coordinator in self.links.lost:
             session.lose_coordinator()
 
     def has_opened(self, session: MemberSession | None) -> bool:
@@ -282,7 +270,7 @@ class Board(ABC):
     def lose(self, rank: int) -> None:
         """The connection to ``rank`` is lost."""
         with self.lock:
-            self.lost.add(rank)
+            self.links.lost.add(rank)
             if self.table is not None:
                 self.table.lose(rank, time.monotonic())
                 for attendance in self.attendances:
@@ -305,10 +293,9 @@ class Board(ABC):
     def regain(self, rank: int) -> None:
         """``rank`` is connected, for the first time or again."""
         with self.lock:
-            self.lost.discard(rank)
-            self.absent.discard(rank)
-            if self.table is not None:
-                self.table.differing.pop(rank, None)
+            self.links.lost.discard(rank)
+            self.links.absent.discard(rank)
+            self.links.differing.pop(rank, None)
             for attendance in self.attendances:
                 if attendance.lead is not None:
                     attendance.lead.regain(rank)
@@ -317,8 +304,7 @@ class Board(ABC):
             self.settle()
 
     def _lead(self, label: wire.Label) -> Appointer | None:
-        leads = self.rank == self.coordinator
-        return Appointer(label, self.ranks, self.lost, self._emit) if leads else None
+        return None if self.table is None else Appointer(label, self.ranks, self.links.lost, self._emit)
 
     def tick(self) -> float:
         """Send the beats that are due and see who has been silent for too long.

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 
 from ..core.text import ranks_text
 from . import failures, wire
 from .wire import ErrorRecord, Message
 
-__all__ = ["BEATS_PER_TIMEOUT", "GRACE", "CoordinatorSession", "Emit"]
+__all__ = ["BEATS_PER_TIMEOUT", "GRACE", "CoordinatorSession", "Emit", "Links"]
 
 GRACE = 0.25
 """Seconds that the first failure waits for those of other ranks, so that the error can name them all; if it is an error
@@ -23,12 +24,27 @@ Emit = Callable[[int, Message, bytes], None]
 """Sends a message and its payload to a rank."""
 
 
+@dataclass(slots=True)
+class Links:
+    """What a hub knows of the ranks' connections, as it changes; all but ``lost`` on the coordinator alone.
+
+    Attributes:
+        lost: The ranks whose connections are lost.
+        absent: Those that have never connected.
+        unproven: Those that somebody said to be who was turned away; if they are missing in the end, that may be why.
+        differing: The protocols of those that cannot connect, for they speak another one.
+    """
+
+    lost: set[int] = field(default_factory=set)
+    absent: set[int] = field(default_factory=set)
+    unproven: set[int] = field(default_factory=set)
+    differing: dict[int, int] = field(default_factory=dict)
+
+
 class CoordinatorSession:
     """One session: who has arrived, the current round's answers, and what has gone wrong.
 
-    Times are monotonic, in seconds. Silence is counted from the first news of the session, ``now``. ``unproven`` are
-    ranks that somebody said to be who was turned away, as it changes; if they are missing in the end, that may be why.
-    ``absent`` are those that have never connected, as it changes.
+    Times are monotonic, in seconds. Silence is counted from the first news of the session, ``now``.
 
     Attributes:
         kinds: What each rank that has opened it says that it is doing.
@@ -37,19 +53,12 @@ class CoordinatorSession:
     """
 
     def __init__(
-        self,
-        number: int,
-        ranks: tuple[int, ...],
-        coordinator: int,
-        emit: Emit,
-        now: float,
-        unproven: Set[int] = frozenset(),
-        absent: Set[int] = frozenset(),
+        self, number: int, ranks: tuple[int, ...], coordinator: int, links: Links, emit: Emit, now: float
     ) -> None:
         self._number = number
         self._ranks = ranks
         self._coordinator = coordinator
-        self._unproven, self._absent = unproven, absent
+        self._links = links
         self._emit = emit
         self._timeout = math.inf
         self._shortest = math.inf  # of all ranks' timeouts
@@ -308,7 +317,7 @@ class CoordinatorSession:
         return failures.failure_of_ranks(f"{kind} failed{place}", self._failures | silent, self._ranks)
 
     def _timed_out(self, doing: str, missing: Set[int]) -> ErrorRecord:
-        return failures.timeout_error(doing, missing, self._timeout, self._unproven, self._absent)
+        return failures.timeout_error(doing, missing, self._timeout, self._links.unproven, self._links.absent)
 
     def parts(self) -> Mapping[int, bytes] | None:
         """The current round's answers, once every rank's is there, nothing has failed, and no sleep has just ended."""

@@ -13,6 +13,7 @@ from . import bootstrap, keys
 from .board import Board
 from .bootstrap import Rendezvous
 from .connection import Connection
+from .coordinator import Links
 from .gate import Gate
 from .keys import Hello
 from .port import Port
@@ -32,7 +33,7 @@ class CoordinatorPort(Port):
         bind_host: Where to listen.
         secret: The job's.
         name: The hub's.
-        unproven: See :class:`.gate.Gate`.
+        links: Is told what the gate learns of ranks.
 
     Attributes:
         rendezvous: What the other ranks must know to connect.
@@ -42,7 +43,7 @@ class CoordinatorPort(Port):
     """
 
     def __init__(
-        self, rank: int, ranks: tuple[int, ...], bind_host: str | None, secret: bytes, name: str, unproven: set[int]
+        self, rank: int, ranks: tuple[int, ...], bind_host: str | None, secret: bytes, name: str, links: Links
     ) -> None:
         super().__init__()
         token = secrets.token_bytes(keys.TOKEN_BYTES)
@@ -52,7 +53,7 @@ class CoordinatorPort(Port):
         try:
             family, *_, found = socket.getaddrinfo(wanted, None, type=socket.SOCK_STREAM)[0]
             address = str(found[0])
-            self._gate = Gate(rank, (family, address), key, self._others, self._is_taken, unproven)
+            self._gate = Gate(rank, (family, address), key, self._others, self._is_taken, links.unproven)
         except OSError as error:
             super().close()
             raise CheckpointError(

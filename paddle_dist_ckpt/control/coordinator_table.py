@@ -17,10 +17,9 @@ when one of them fails.
 from __future__ import annotations
 
 import math
-from collections.abc import Set
 
 from . import failures, wire
-from .coordinator import BEATS_PER_TIMEOUT, CoordinatorSession, Emit
+from .coordinator import BEATS_PER_TIMEOUT, CoordinatorSession, Emit, Links
 from .wire import ErrorRecord
 
 __all__ = ["CoordinatorTable"]
@@ -38,34 +37,21 @@ class CoordinatorTable:
     Args:
         ranks: All ranks.
         coordinator: This one.
-        lost: The ranks without a connection, as it changes.
+        links: What is known of their connections.
         emit: Sends.
-        unproven: The ranks that somebody said to be who was turned away, as it changes.
-        absent: The ranks that have never connected, as it changes.
 
     Attributes:
         sessions: Those that are not over, by number.
         unheard: The ranks that may not have all that was sent to them, of sessions that the coordinator has closed.
-        differing: The protocols of the ranks that cannot connect, for they speak another one.
     """
 
-    def __init__(
-        self,
-        ranks: tuple[int, ...],
-        coordinator: int,
-        lost: Set[int],
-        emit: Emit,
-        unproven: Set[int] = frozenset(),
-        absent: Set[int] = frozenset(),
-    ) -> None:
+    def __init__(self, ranks: tuple[int, ...], coordinator: int, links: Links, emit: Emit) -> None:
         self._ranks = ranks
         self._coordinator = coordinator
-        self._lost = lost
-        self._unproven, self._absent = unproven, absent
+        self._links = links
         self._emit = emit
         self.sessions: dict[int, CoordinatorSession] = {}
         self.unheard: dict[int, set[int]] = {}
-        self.differing: dict[int, int] = {}
         self._verdicts: dict[int, ErrorRecord] = {}
         # By rank and session: why it is over that the rank has opened only now, until when the answer can wait.
         self._late: dict[tuple[int, int], tuple[ErrorRecord, float]] = {}
@@ -96,7 +82,7 @@ class CoordinatorTable:
             session.fail_rank(rank, failures.record("the connection was lost while it made this call"), now)
         if session is not None:
             if isinstance(message, wire.Bye) and rank == self._coordinator:
-                self.unheard[message.session] = session.listening - self._lost
+                self.unheard[message.session] = session.listening - self._links.lost
             session.handle(rank, message, payload, now)
         if isinstance(message, wire.Open):
             self._put_in_step(now)
@@ -132,13 +118,11 @@ class CoordinatorTable:
         return number >= self._opened and number not in self._verdicts
 
     def _begin(self, number: int, now: float) -> CoordinatorSession:
-        session = CoordinatorSession(
-            number, self._ranks, self._coordinator, self._emit, now, self._unproven, self._absent
-        )
+        session = CoordinatorSession(number, self._ranks, self._coordinator, self._links, self._emit, now)
         self.sessions[number] = session
-        for lost in self._lost:
+        for lost in self._links.lost:
             session.lose(lost, now)
-        for differing, protocol in self.differing.items():
+        for differing, protocol in self._links.differing.items():
             session.differ(differing, protocol, now)
         return session
 
@@ -179,7 +163,7 @@ class CoordinatorTable:
                     self._doubted = max(number, self._doubted)
                 self._verdicts[number] = session.verdict
                 if session.listening:
-                    self.unheard[number] = session.listening - self._lost
+                    self.unheard[number] = session.listening - self._links.lost
                 if len(self._verdicts) > _REMEMBERED:
                     del self._verdicts[min(self._verdicts)]
             elif session.abandoned:
@@ -214,7 +198,7 @@ class CoordinatorTable:
 
     def differ(self, rank: int, protocol: int, now: float) -> None:
         """``rank`` cannot connect, for it speaks another protocol: sessions fail, now and until it can."""
-        self.differing[rank] = protocol
+        self._links.differing[rank] = protocol
         for session in self.sessions.values():
             session.differ(rank, protocol, now)
         self._retire()

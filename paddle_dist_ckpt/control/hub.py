@@ -78,7 +78,8 @@ class TcpHub(Board):
         for member, name in ((rank, "rank"), (coordinator, "coordinator")):
             if member not in ranks:
                 raise ValueError(f"{name} {member} is not one of the group's ranks {sorted(ranks)}")
-        super().__init__(rank, tuple(ranks), coordinator, opened=opened)
+        super().__init__(rank, tuple(ranks), coordinator)
+        self.pass_over(opened)
         self._closing = self._closed = False
         self._port: Port
         self._announce: Callable[[], None] | None = None
@@ -115,9 +116,9 @@ class TcpHub(Board):
             self._announce = None
 
     def _listen(self, store: BootstrapStore, bind_host: str | None, secret: bytes, key: str) -> None:
-        self.absent.update({*self.ranks} - {self.rank})
+        self.links.absent.update({*self.ranks} - {self.rank})
         try:
-            make = functools.partial(CoordinatorPort, self.rank, self.ranks, bind_host, secret, key, self.unproven)
+            make = functools.partial(CoordinatorPort, self.rank, self.ranks, bind_host, secret, key, self.links)
             self._port = port = _made(self.rank, make)
             self._begin()
         except CheckpointError as error:

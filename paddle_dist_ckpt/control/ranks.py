@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from ..core.memory import Bytes1D
 from ..core.protocols import ControlHub, ControlSession, Transfers, Transport
-from .session import Ending, check_payload, check_replies, check_topic
+from .appointment import check_topic
+from .session import Ending, check_payload, check_replies
 from .verified import VerifiedTransfers
 
 __all__ = ["NoTransport", "Ranks", "SoloHub"]

@@ -1,4 +1,4 @@
-"""Sessions and appointments as user threads use them, over a :class:`Board`, whatever carries the messages."""
+"""Sessions as user threads use them, over a :class:`Board`, whatever carries the messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ..errors import CheckpointTimeoutError, CollectiveError
 from . import failures, wire
 from .member import MemberSession
 from .verified import VerifiedTransfers
-from .wire import ErrorRecord
 
 if TYPE_CHECKING:
     from .board import Board
@@ -24,12 +23,10 @@ if TYPE_CHECKING:
 __all__ = [
     "LONGEST_WAIT",
     "SHORTEST_TIMEOUT",
-    "BoardAppointments",
     "Ending",
     "Session",
     "check_payload",
     "check_replies",
-    "check_topic",
 ]
 
 T = TypeVar("T")
@@ -38,17 +35,6 @@ LONGEST_WAIT = 3600.0
 SHORTEST_TIMEOUT = 1.0
 """In seconds: of beats there are ten in that time from each rank to the coordinator, and as many back."""
 _POLL_SECONDS = 0.02
-
-
-def check_topic(topic: str) -> str:
-    """Return ``topic`` as it can be sent, if it can be one. Halves of surrogate pairs in it are replaced.
-
-    Raises:
-        ValueError: it is too long.
-    """
-    if len(topic) > wire.MAX_TOPIC:
-        raise ValueError(f"the topic has {len(topic)} characters; a topic may have {wire.MAX_TOPIC}")
-    return topic.encode(errors="replace").decode()
 
 
 def check_payload(data: object, what: str) -> bytes:
@@ -353,57 +339,3 @@ class _Collectives:
         """Whether it works outside of collectives, or has begun one since ``then``. One that has ended does neither."""
         since = self.since
         return not self._ended and (since is None or since > then)
-
-
-class BoardAppointments:
-    """Implements :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
-
-    def __init__(self, board: Board, topic: str, timeout: float) -> None:
-        self._board = board
-        self._timeout = max(timeout, SHORTEST_TIMEOUT)
-        with board.lock:
-            self._attendance = board.attendances.next(check_topic(topic))
-        self._closed = False
-
-    @property
-    def leads(self) -> bool:
-        return self._board.rank == self._board.coordinator
-
-    def reach(self, step: int, wish: bool = False) -> bool:
-        """See :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
-        board, attendance, until = self._board, self._attendance, time.monotonic() + self._timeout
-        if self._closed:
-            return False
-        with board.lock:
-            while not attendance.may_reach(step):
-                left = until - time.monotonic()
-                error = self._hindrance(left <= 0)
-                if error is not None:
-                    raise failures.copy_of(error)
-                board.changed.wait(min(left, LONGEST_WAIT))
-            due = attendance.reach(step)
-            if wish and not due:
-                attendance.wish()
-                board.post(attendance.whereabouts())
-            return due
-
-    def _hindrance(self, over: bool) -> ErrorRecord | None:
-        """Why no decision is to be expected, if so."""
-        board, (topic, _), lead = self._board, self._attendance.label, self._attendance.lead
-        if board.broken is not None:
-            return board.broken
-        waiting = f"waiting for the decision about {topic!r}"
-        if board.coordinator in board.lost:
-            lost = {board.coordinator: failures.record(failures.LOST)}
-            return failures.failure_of_ranks(f"{waiting} failed", lost, board.ranks)
-        silent = [board.coordinator] if lead is None else lead.silent
-        return failures.timeout_error(waiting, silent, self._timeout) if over else None
-
-    def close(self) -> None:
-        """See :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
-        lead = self._attendance.lead
-        with self._board.lock:
-            if lead is not None and not self._closed:
-                lead.end(self._attendance.step)
-                self._board.settle()
-            self._closed = True

@@ -9,8 +9,7 @@ from collections import deque
 import pytest
 
 from paddle_dist_ckpt.control import failures
-from paddle_dist_ckpt.control.appointment import Appointer, Attendance, Attendances
-from paddle_dist_ckpt.control.session import BoardAppointments
+from paddle_dist_ckpt.control.appointment import Appointer, Attendance, Attendances, BoardAppointments
 from paddle_dist_ckpt.control.wire import Appointed, Message, Whereabouts
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError
 from paddle_dist_ckpt.testing.in_process import InProcessWorld

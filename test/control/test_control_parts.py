@@ -20,7 +20,7 @@ import pytest
 from paddle_dist_ckpt.control import NoTransport, SoloHub, failures, keys, verified, wire
 from paddle_dist_ckpt.control import session as control_session
 from paddle_dist_ckpt.control.connection import Connection
-from paddle_dist_ckpt.control.coordinator import GRACE, CoordinatorSession
+from paddle_dist_ckpt.control.coordinator import GRACE, CoordinatorSession, Links
 from paddle_dist_ckpt.control.coordinator_table import CoordinatorTable
 from paddle_dist_ckpt.control.member import MemberSession
 from paddle_dist_ckpt.control.session import _Collectives, check_payload
@@ -235,7 +235,7 @@ def test_whatever_an_error_holds_is_made_fit_to_be_sent(error: Exception, text: 
 
 def test_a_failure_that_cannot_be_sent_is_told_as_text() -> None:
     sent = list[bytes]()
-    session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, _: sent.append(wire.encode(message)), 0.0)
+    session = CoordinatorSession(0, (0, 1), 0, Links(), lambda rank, message, _: sent.append(wire.encode(message)), 0.0)
     for rank in (0, 1):
         session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
     session.handle(0, wire.Fail(0, "", wire.ErrorRecord("ValueError", HALF, missing_ranks=(-1,))), b"", 0.0)
@@ -380,7 +380,7 @@ def test_a_reply_counts_though_the_coordinator_has_left_when_it_is_taken() -> No
 
 def test_nobody_waits_for_more_of_a_rank_that_has_left() -> None:
     """Such as a part of a message of its next session, which is large."""
-    session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, payload: None, 0.0)
+    session = CoordinatorSession(0, (0, 1), 0, Links(), lambda rank, message, payload: None, 0.0)
     for rank in (0, 1):
         session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
     session.handle(1, wire.Bye(0), b"", 1.0)
@@ -392,7 +392,7 @@ def test_nobody_waits_for_more_of_a_rank_that_has_left() -> None:
 
 
 def test_different_rounds_are_told_at_once_although_a_rank_has_not_come() -> None:
-    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, payload: None, 0.0)
+    session = CoordinatorSession(0, (0, 1, 2), 0, Links(), lambda rank, message, payload: None, 0.0)
     for rank, name in enumerate(("plan", "write")):
         session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
         session.handle(rank, wire.Answer(0, 0, name), b"", 0.0)
@@ -410,7 +410,7 @@ def test_what_comes_of_the_coordinator_is_no_news_of_a_session_that_it_has_not_c
 
 
 def test_a_rank_may_be_silent_for_the_whole_timeout() -> None:
-    session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, payload: None, 0.0)
+    session = CoordinatorSession(0, (0, 1), 0, Links(), lambda rank, message, payload: None, 0.0)
     for rank in (0, 1):
         session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
     for tenths in range(110):
@@ -420,7 +420,7 @@ def test_a_rank_may_be_silent_for_the_whole_timeout() -> None:
 
 
 def test_no_rank_is_called_silent_that_has_come_and_waits_longer_than_the_first_one() -> None:
-    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, payload: None, 0.0)
+    session = CoordinatorSession(0, (0, 1, 2), 0, Links(), lambda rank, message, payload: None, 0.0)
     session.handle(1, wire.Open(0, "save", 1.0, "0.1.0"), b"", 0.0)
     session.handle(2, wire.Open(0, "save", 30.0, "0.1.0"), b"", 0.0)
     for tenths in range(400):
@@ -433,7 +433,7 @@ def test_no_rank_is_called_silent_that_has_come_and_waits_longer_than_the_first_
 
 
 def test_an_answer_to_another_round_is_not_mixed_with_those_of_this_one() -> None:
-    session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, payload: None, 0.0)
+    session = CoordinatorSession(0, (0, 1), 0, Links(), lambda rank, message, payload: None, 0.0)
     for rank in (0, 1):
         session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
         session.handle(rank, wire.Answer(0, rank, "plan"), b"", 0.0)
@@ -565,7 +565,7 @@ def test_a_rank_that_is_ahead_fails_the_calls_concerned_at_once_and_is_in_step_t
 def test_a_session_without_rounds_leaves_no_rank_behind() -> None:
     """However late the news of it comes to a coordinator that is in the next one already."""
     sent: list[tuple[int, wire.Message]] = []
-    table = CoordinatorTable((0, 1), 0, set(), lambda rank, message, payload: sent.append((rank, message)))
+    table = CoordinatorTable((0, 1), 0, Links(), lambda rank, message, payload: sent.append((rank, message)))
     for rank, message in [
         (0, wire.Open(0, "save", 100.0, "0.1.0")),
         (0, wire.Bye(0)),
@@ -583,7 +583,7 @@ def test_a_session_without_rounds_leaves_no_rank_behind() -> None:
 
 def test_a_late_call_that_its_rank_has_left_does_not_make_the_next_one_fail() -> None:
     sent: list[tuple[int, wire.Message]] = []
-    table = CoordinatorTable((0, 1), 0, set(), lambda rank, message, payload: sent.append((rank, message)))
+    table = CoordinatorTable((0, 1), 0, Links(), lambda rank, message, payload: sent.append((rank, message)))
     failed = failures.record("it failed")
     for rank, message in [
         (0, wire.Open(0, "save", 100.0, "0.1.0")),
@@ -611,7 +611,7 @@ def failed_before_rank_2_came(
 ) -> tuple[CoordinatorSession, list[tuple[int, wire.Message]]]:
     """A session of three ranks in which rank 1 has raised an error of its own; and what is sent."""
     sent: list[tuple[int, wire.Message]] = []
-    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, payload: sent.append((rank, message)), 0.0)
+    session = CoordinatorSession(0, (0, 1, 2), 0, Links(), lambda rank, message, _: sent.append((rank, message)), 0.0)
     for rank in (0, 1):
         session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
     if has_answered:
@@ -640,7 +640,7 @@ def test_an_error_waits_for_a_rank_until_it_is_silent_for_too_long() -> None:
 def test_an_error_waits_for_no_rank_that_was_told_to_leave_the_call_out() -> None:
     """It comes late for the call before, which the others have given up."""
     sent: list[tuple[int, wire.Message]] = []
-    table = CoordinatorTable((0, 1, 2), 0, set(), lambda rank, message, payload: sent.append((rank, message)))
+    table = CoordinatorTable((0, 1, 2), 0, Links(), lambda rank, message, payload: sent.append((rank, message)))
 
     ticks = iter(np.arange(0, 10, 0.05).tolist())
 
@@ -679,7 +679,7 @@ def test_what_a_rank_has_raised_is_told_beside_a_disagreement() -> None:
 def test_ranks_that_run_different_versions_are_told_so() -> None:
     """Nothing else is said, which would only follow from it: other names of calls, messages that are not understood."""
     sent = list[tuple[int, wire.Message]]()
-    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, _: sent.append((rank, message)), 0.0)
+    session = CoordinatorSession(0, (0, 1, 2), 0, Links(), lambda rank, message, _: sent.append((rank, message)), 0.0)
     session.handle(0, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
     session.handle(1, wire.Open(0, "write", 10.0, "0.2.0"), b"", 0.0)
     session.handle(2, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.1)
@@ -714,7 +714,7 @@ def test_a_rank_says_which_version_it_runs() -> None:
     ],
 )
 def test_a_rank_that_fails_before_it_hears_the_reply_disagrees_with_nobody(round_of_rank_1: int, text: str) -> None:
-    session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, payload: None, 0.0)
+    session = CoordinatorSession(0, (0, 1), 0, Links(), lambda rank, message, payload: None, 0.0)
     for rank in (0, 1):
         session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
         session.handle(rank, wire.Answer(0, 0, "plan"), b"", 0.0)
@@ -750,7 +750,7 @@ def test_an_error_waits_for_nobody_when_another_rank_is_gone(what: str) -> None:
 @pytest.mark.parametrize("others", ["have given up", "are gone"])
 def test_a_coordinator_that_slept_hears_first_what_the_others_sent_meanwhile(others: str) -> None:
     sent: list[wire.Message] = []
-    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, payload: sent.append(message), 0.0)
+    session = CoordinatorSession(0, (0, 1, 2), 0, Links(), lambda rank, message, payload: sent.append(message), 0.0)
     for rank in (1, 2):
         session.handle(rank, wire.Open(0, "save", 1.0, "0.1.0"), b"", 0.0)
     session.tick(0.0)
@@ -774,7 +774,7 @@ def test_a_coordinator_that_slept_hears_first_what_the_others_sent_meanwhile(oth
 @pytest.mark.parametrize("others", ["wait", "have given up"])
 def test_a_coordinator_that_slept_ends_no_round_before_it_knows_who_still_waits(others: str) -> None:
     """The others had answered before it slept; that they have given up since comes after its own answer."""
-    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, payload: None, 0.0)
+    session = CoordinatorSession(0, (0, 1, 2), 0, Links(), lambda rank, message, payload: None, 0.0)
     for rank in (1, 2):
         session.handle(rank, wire.Open(0, "save", 1.0, "0.1.0"), b"", 0.0)
         session.handle(rank, wire.Answer(0, 0, "plan"), b"", 0.0)
@@ -796,7 +796,7 @@ def test_a_coordinator_that_slept_ends_no_round_before_it_knows_who_still_waits(
 
 def test_a_rank_that_is_lost_while_the_coordinator_combines_ends_the_round_for_all() -> None:
     sent: list[tuple[int, wire.Message]] = []
-    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, _: sent.append((rank, message)), 0.0)
+    session = CoordinatorSession(0, (0, 1, 2), 0, Links(), lambda rank, message, _: sent.append((rank, message)), 0.0)
     for rank in range(3):
         session.handle(rank, wire.Open(0, "save", 10.0, "0.1.0"), b"", 0.0)
         session.handle(rank, wire.Answer(0, 0, "write"), b"", 0.0)
@@ -825,7 +825,7 @@ def test_a_rank_that_slept_hears_first_what_the_coordinator_sent_meanwhile() -> 
 def test_nobody_waits_for_a_call_of_which_the_end_alone_was_heard() -> None:
     """Its beginning was lost with a connection."""
     sent: list[tuple[int, wire.Message]] = []
-    table = CoordinatorTable((0, 1), 0, set(), lambda rank, message, payload: sent.append((rank, message)))
+    table = CoordinatorTable((0, 1), 0, Links(), lambda rank, message, payload: sent.append((rank, message)))
     table.handle(1, wire.Bye(0), b"", 0.0)
     table.handle(0, wire.Open(0, "save", 200.0, "0.1.0"), b"", 0.1)
     due = table.tick(0.2)
@@ -843,7 +843,7 @@ def test_nobody_waits_for_a_call_of_which_the_end_alone_was_heard() -> None:
 
 def test_a_call_that_nobody_else_has_begun_names_the_rank_of_which_the_end_was_heard() -> None:
     sent: list[tuple[int, wire.Message]] = []
-    table = CoordinatorTable((0, 1), 0, set(), lambda rank, message, payload: sent.append((rank, message)))
+    table = CoordinatorTable((0, 1), 0, Links(), lambda rank, message, payload: sent.append((rank, message)))
     table.handle(1, wire.Bye(0), b"", 0.0)
     table.tick(5.0)
     table.handle(0, wire.Open(0, "save", 200.0, "0.1.0"), b"", 5.1)
@@ -936,7 +936,7 @@ def test_what_cannot_be_sent_is_refused_and_the_others_are_told(
 
 def test_an_answer_of_another_round_fails_its_rank_and_what_comes_after_a_farewell_is_nothing() -> None:
     sent: list[tuple[int, wire.Message]] = []
-    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, _: sent.append((rank, message)), 0.0)
+    session = CoordinatorSession(0, (0, 1, 2), 0, Links(), lambda rank, message, _: sent.append((rank, message)), 0.0)
     for rank in range(3):
         session.handle(rank, wire.Open(0, "save", 10.0, __version__), b"", 0.0)
     session.handle(2, wire.Bye(0), b"", 0.0)

@@ -21,7 +21,7 @@ import pytest
 
 from paddle_dist_ckpt.control import TcpHub, keys, member_port, wire
 from paddle_dist_ckpt.control.bootstrap import Rendezvous, address_of, local_address
-from paddle_dist_ckpt.control.coordinator import CoordinatorSession
+from paddle_dist_ckpt.control.coordinator import CoordinatorSession, Links
 from paddle_dist_ckpt.control.gate import Gate
 from paddle_dist_ckpt.control.introduction import Introduction, differ
 from paddle_dist_ckpt.control.keys import PROTOCOL
@@ -191,7 +191,7 @@ def test_a_frame_altered_on_the_way_ends_the_connection(relayed: Relayed, caplog
 def test_a_rank_whose_first_handshake_is_altered_on_the_way_is_not_turned_away_for_good(relayed: Relayed) -> None:
     hubs, _ = relayed
     assert both(hubs) == [b"0", b"1"]
-    assert hubs[0].unproven == set()
+    assert hubs[0].links.unproven == set()
 
 
 @pytest.mark.parametrize("secrets", [(b"one", b"another"), (b"one", b""), (b"", b"another")])
@@ -366,7 +366,7 @@ def test_a_rank_that_comes_back_with_the_right_version_takes_part(
         monkeypatch.undo()
         store.set("k", here)
         hubs.append(make(1, store, opened=1))
-        until(lambda: not hubs[0].absent)
+        until(lambda: not hubs[0].links.absent)
         assert both(hubs) == [b"0", b"1"]
         speak_another_version(store, monkeypatch)
         with pytest.raises(CheckpointError, match="install the same"):
@@ -546,7 +546,7 @@ def test_a_part_of_a_message_is_news_of_a_rank(hubs: list[TcpHub], sender: int) 
 
 
 def test_a_part_of_a_message_is_no_news_of_a_rank_in_a_session_that_it_has_not_opened() -> None:
-    session = CoordinatorSession(0, (0, 1), 0, lambda to, message, payload: None, 0.0)
+    session = CoordinatorSession(0, (0, 1), 0, Links(), lambda to, message, payload: None, 0.0)
     session.handle(0, wire.Open(0, "save", 1.0, "1"), b"", 0.0)
     for tenths in range(16):
         session.handle(0, wire.Beat(0), b"", tenths / 10)
@@ -581,7 +581,7 @@ def test_a_rank_that_connects_again_before_its_connection_is_known_to_be_lost_fa
     with ThreadPoolExecutor(2) as pool:
         for outcome in [pool.submit(cut_in_a_round, hub) for hub in hubs]:
             assert isinstance(outcome.exception(PATIENCE), RankFailureError)
-    until(lambda: not hubs[0].lost and not hubs[1].lost, what="a new connection")
+    until(lambda: not hubs[0].links.lost and not hubs[1].links.lost, what="a new connection")
     assert both(hubs) == [b"0", b"1"]
 
 
@@ -590,11 +590,11 @@ def test_calls_that_failed_without_a_connection_do_not_make_the_next_one_fail(re
     assert both(hubs) == [b"0", b"1"]
     proxy.open.clear()  # who connects anew hears nothing for now
     proxy.cut()
-    until(lambda: hubs[0].lost and hubs[1].lost, PATIENCE, "the end of the connection")
+    until(lambda: hubs[0].links.lost and hubs[1].links.lost, PATIENCE, "the end of the connection")
     for _ in range(3):
         assert all(isinstance(outcome, RankFailureError) for outcome in both(hubs))
     proxy.open.set()
-    until(lambda: not hubs[0].lost and not hubs[1].lost, PATIENCE, "a new connection")
+    until(lambda: not hubs[0].links.lost and not hubs[1].links.lost, PATIENCE, "a new connection")
     assert both(hubs) == [b"0", b"1"]
 
 
@@ -1054,8 +1054,8 @@ def test_a_connection_in_whose_sending_an_interrupt_came_is_made_anew_before_it_
         monkeypatch.setattr(keys.Seal, "tag", interrupted)
         with pytest.raises(KeyboardInterrupt):
             connection.send(wire.encode(wire.Bye(99)), b"")
-    until(lambda: hubs[victim].lost or connection not in hubs[victim]._port.connections, PATIENCE)
-    until(lambda: all(hub._port.connections and not hub.lost for hub in hubs), PATIENCE)
+    until(lambda: hubs[victim].links.lost or connection not in hubs[victim]._port.connections, PATIENCE)
+    until(lambda: all(hub._port.connections and not hub.links.lost for hub in hubs), PATIENCE)
     assert both(hubs) == [b"0", b"1"]
 
 
