@@ -159,21 +159,6 @@ class DeviceArray:
         self._memory, self._start, self.form = memory, start, form
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return self.form.shape
-
-    @property
-    def dtype(self) -> np.dtype[np.generic]:
-        """Its type of raw items."""
-        return self.form.dtype
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an item."""
-        return self.form.itemsize
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
         return self.form.nbytes
@@ -182,7 +167,7 @@ class DeviceArray:
         """A box of it."""
         strides = self.form.strides
         start = self._start + sum(o * stride for o, stride in zip(box.offset, strides, strict=True))
-        return DeviceArray(self._memory, start, ArrayForm(box.shape, strides, self.dtype))
+        return DeviceArray(self._memory, start, ArrayForm(box.shape, strides, self.form.dtype))
 
     def add_pieces(
         self, start: int, stop: int, address: int, requests: list[Request], scattered: list[Scattered]
@@ -200,8 +185,8 @@ class DeviceArray:
             if start < stop:
                 requests.append((self._memory, self._start + start, address, stop - start))
             return
-        size = self.itemsize
-        for box in cut_flat_range(self.shape, start // size, stop // size):
+        size = self.form.itemsize
+        for box in cut_flat_range(self.form.shape, start // size, stop // size):
             part = self.part(box)
             whole_part = part._requests(address)
             if whole_part is None:
@@ -214,20 +199,23 @@ class DeviceArray:
         """The copies between all of it and contiguous host memory; None if the device cannot make it contiguous."""
         if self.form.is_contiguous:
             return [(self._memory, self._start, address, self.nbytes)]
-        size, found = self.itemsize, list[Request]()
-        rows = max(1, _STRIDED_BYTES // size)
-        for start in range(0, whole(self.shape).size, rows):
-            for box in cut_flat_range(self.shape, start, min(start + rows, whole(self.shape).size)):
-                part = self.part(box)
-                memory: DeviceBytes | None = self._memory
-                if not part.form.is_contiguous:
-                    memory = self._memory.strided(part._start, part.shape, part.form.strides)
+        found = list[Request]()
+        for part in self._parts(_STRIDED_BYTES):
+            if part.form.is_contiguous:
+                found.append((self._memory, part._start, address, part.nbytes))
+            else:
+                memory = self._memory.strided(part._start, part.form.shape, part.form.strides)
                 if memory is None:
                     return None
-                start_there = part._start if memory is self._memory else 0
-                found.append((memory, start_there, address, part.nbytes))
-                address += part.nbytes
+                found.append((memory, 0, address, part.nbytes))
+            address += part.nbytes
         return found
+
+    def _parts(self, nbytes: int) -> Iterator[DeviceArray]:
+        """It in boxes of so many bytes at most, but an element at least, in row-major order."""
+        size, step = math.prod(self.form.shape), max(1, nbytes // self.form.itemsize)
+        for start in range(0, size, step):
+            yield from map(self.part, cut_flat_range(self.form.shape, start, min(start + step, size)))
 
     def read(self, start: int, stop: int, into: Bytes1D, copies: Copies) -> None:
         """Copy bytes ``start:stop`` to the beginning of ``into``; returns when they are there."""
@@ -241,21 +229,20 @@ class DeviceArray:
         """A copy in host memory."""
         data = np.empty(self.nbytes, np.uint8)
         self.read(0, self.nbytes, data, copies)
-        return data.view(self.dtype).reshape(self.shape)
+        return data.view(self.form.dtype).reshape(self.form.shape)
 
     def clear(self, copies: Copies) -> None:
         """Fill it with zeros; returns when that is done."""
-        rows = max(1, _SPAN_BYTES // max(1, self.itemsize))
-        size = whole(self.shape).size
-        for start in range(0, size, rows):
-            for box in cut_flat_range(self.shape, start, min(start + rows, size)):
-                zeros = np.zeros(box.size * self.itemsize, np.uint8)
-                write_all([(self.part(box), address_of(zeros))], zeros, copies)
+        for part in self._parts(_SPAN_BYTES):
+            zeros = np.zeros(part.nbytes, np.uint8)
+            write_all([(part, address_of(zeros))], zeros, copies)
             copies.mark().wait()
 
     def _span(self, box: Box) -> int:
         """Bytes from the first element of a box to behind its last one."""
-        return self.itemsize + sum((n - 1) * stride for n, stride in zip(box.shape, self.form.strides, strict=True))
+        return self.form.itemsize + sum(
+            (n - 1) * stride for n, stride in zip(box.shape, self.form.strides, strict=True)
+        )
 
     def _reachable(self, box: Box) -> Iterator[Box]:
         """A box in parts whose surroundings are small: cut where that makes them smallest."""
@@ -273,16 +260,16 @@ class DeviceArray:
     def _surroundings(self, copies: Copies) -> Iterator[tuple[Any, Request, npt.NDArray[Any]]]:
         """It in parts, each by way of a copy of the memory from its first element to its last one: where in the array
         the part is, the copy that was made, and the part in that copy, which keeps it alive."""
-        for box in self._reachable(whole(self.shape)):
+        for box in self._reachable(whole(self.form.shape)):
             around = np.empty(self._span(box), np.uint8)
             request = self._memory, self.part(box)._start, address_of(around), len(around)
             copies.read([request], around)
             copies.mark().wait()
-            yield (*box.slices, ...), request, np.ndarray(box.shape, self.dtype, around.data, 0, self.form.strides)
+            yield (*box.slices, ...), request, np.ndarray(box.shape, self.form.dtype, around.data, 0, self.form.strides)
 
     def _items_at(self, address: int) -> npt.NDArray[Any]:
         """Contiguous host memory as an array of the same shape; nothing keeps it alive."""
-        return bytes_at(address, self.nbytes).view(self.dtype).reshape(self.shape)
+        return bytes_at(address, self.nbytes).view(self.form.dtype).reshape(self.form.shape)
 
 
 Scattered = tuple[DeviceArray, int]

@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from ..tree.paths import plain_key
 from .describe import LocalState
 from .file_plan import FilePlan, Items
-from .messages import RankPlan
+from .messages import RankPlan, WriteRequest
 from .planned_save import PlannedSave
 
 __all__ = ["ALL", "PARTS", "CopyPlan", "copies_that_differ"]
@@ -165,17 +165,15 @@ def _combined(blocks: Digests, counts: IntArray, starts: IntArray, compared: int
     return sums[edges[1:]] - sums[edges[:-1]]
 
 
-def copies_that_differ(planned: PlannedSave, digests: Mapping[int, tuple[bytes, bytes]]) -> str:
+def copies_that_differ(planned: PlannedSave, written: Mapping[int, WriteRequest]) -> str:
     """What is to be said of copies that differ from what is written; on the coordinator. Empty if none do.
-
-    ``digests`` are each rank's: of the items that its plan calls ``copied``, and of its ``copies``.
 
     Raises:
         CheckpointError: ranks have sent other digests than those of the plan.
     """
     ranks = planned.state.ranks
-    saved = np.frombuffer(b"".join(digests[rank][0] for rank in ranks), "<u8")
-    copies = np.frombuffer(b"".join(digests[rank][1] for rank in ranks), "<u8")
+    saved = np.frombuffer(b"".join(written[rank].copied for rank in ranks), "<u8")
+    copies = np.frombuffer(b"".join(written[rank].copies for rank in ranks), "<u8")
     if (len(saved), len(copies)) != (len(planned.shared), len(planned.copied)):
         raise CheckpointError(
             f"ranks sent digests of {len(saved)} boxes and {len(copies)} copies; {len(planned.shared)} and "

@@ -28,7 +28,7 @@ from ..control.rounds import check_same, only_on
 from ..core.buffers import Buffers
 from ..core.local_tensors import LocalTensors
 from ..core.memory import Bytes1D
-from ..core.messages import decode, encode, prepare
+from ..core.messages import decode, encode
 from ..core.protocols import ControlSession, Transport
 from ..errors import UnsupportedValueError
 from ..files.contents import TensorContents
@@ -41,7 +41,7 @@ from .copies import ALL, PARTS, CopyPlan, copies_that_differ
 from .describe import LocalState, describe, digests_of
 from .file_plan import plan_files
 from .global_state import merge_structures
-from .messages import PlanAnswer, RankPlan, SaveRequest
+from .messages import PlanAnswer, RankPlan, SaveRequest, WriteRequest
 from .planned_save import PlannedSave, make_plan
 from .reduce import awaited, reduce_partials
 from .replicas import logged, merge_contents, replica_warnings
@@ -51,19 +51,6 @@ __all__ = ["Filled", "present"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 _BLOCK_BYTES = 1 << 20  # what a load reads and exchanges at once is a multiple of it
 FORMAT = "present"
-
-
-class _PresentFiles(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``present``: a rank's files, how many entries each has, and the digests by which copies are compared, as in
-    :class:`.messages.WriteRequest`."""
-
-    files: list[FileInfo]
-    entries: list[int]
-    copied: bytes = b""
-    copies: bytes = b""
-
-
-prepare([_PresentFiles])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +115,7 @@ def present(
 
     order = decode(session.gather_scatter("plan", request, only_on(coordinator, _PresentCoordinator.plan)), PlanAnswer)
     (state,) = described
-    failure, files = None, _PresentFiles([], [])
+    failure, files = None, WriteRequest([], [], 0, {})
     try:
         files = _make_files(state, order, session, transport, storage)
     except Exception as error:  # raised in the round, when all ranks have left the collectives
@@ -161,7 +148,7 @@ def _request(state: LocalState, folder: FolderIdentity, compare: bool, check_rep
 
 def _make_files(
     state: LocalState, order: PlanAnswer, session: ControlSession, transport: Transport, storage: _PresentStorage
-) -> _PresentFiles:
+) -> WriteRequest:
     """Give this rank's storage the files of its part of the plan."""
     assert order.plan is not None
     plan = decode(order.plan, RankPlan)
@@ -169,19 +156,20 @@ def _make_files(
         parts = plan_files(state, plan, _BLOCK_BYTES)
         boxes = [pair for part in parts for pair in part.partial_boxes(state)]
     reduced = reduce_partials(session, transport, plan.transfers, state, boxes)
-    made = _PresentFiles([], [])
+    files, entries = list[FileInfo](), list[int]()
     for part in parts:
         name = data_file_name(session.rank, 0, order.save.save_id, part.number)
         copies = state.copies if state.devices is not None else None
         contents = TensorContents(part.table, part.items.sources(state, reduced), Buffers(0), copies)
         storage.files[name] = _PresentFile(part.table.nbytes, contents, Lock() if copies is not None else nullcontext())
-        made.files.append(FileInfo(name, part.table.nbytes, ""))
-        made.entries.append(len(part.table.names))
-    if order.compared is None:
-        return made
-    twice = CopyPlan.of(state, plan, parts, _BLOCK_BYTES)
-    both = [one.of_copies(state, order.compared, 1, session.check) for one in (twice.of_own(state, plan), twice)]
-    return msgspec.structs.replace(made, copied=both[0], copies=both[1])
+        files.append(FileInfo(name, part.table.nbytes, ""))
+        entries.append(len(part.table.names))
+    digests = [b"", b""]
+    if order.compared is not None:
+        twice = CopyPlan.of(state, plan, parts, _BLOCK_BYTES)
+        own = twice.of_own(state, plan)
+        digests = [one.of_copies(state, order.compared, 1, session.check) for one in (own, twice)]
+    return WriteRequest(files, entries, sum(info.size for info in files), {}, *digests)
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -222,10 +210,8 @@ class _PresentCoordinator:
 
     def present(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``present``."""
-        offered = {rank: decode(data, _PresentFiles) for rank, data in messages.items()}
-        text = ""
-        if self._is_compared:
-            text = copies_that_differ(self._planned, {rank: (one.copied, one.copies) for rank, one in offered.items()})
+        offered = {rank: decode(data, WriteRequest) for rank, data in messages.items()}
+        text = copies_that_differ(self._planned, offered) if self._is_compared else ""
         if text and (self._check == "error" or self._session.doubtful):
             raise UnsupportedValueError(text)
         if text:

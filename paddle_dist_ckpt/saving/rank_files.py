@@ -26,10 +26,9 @@ from ..reports import Stopwatch
 from .copies import CopyPlan
 from .describe import LocalState
 from .file_plan import plan_files
-from .known_plan import KnownPlan
 from .messages import PlanAnswer, RankPlan, WriteRequest
 from .reduce import awaited, reduce_partials
-from .save_memory import SaveContext
+from .save_memory import KnownPlan, SaveContext
 
 __all__ = ["RankFiles"]
 

@@ -151,8 +151,7 @@ def _check_that_most_are_equal(state: GlobalState, contents: Comparison) -> None
     """
     if not contents.differs.any():
         return  # as nearly always
-    holders = np.bincount(np.concatenate(state.compared), minlength=len(state.paths))
-    counted = (holders != 1) & (np.array(state.kinds, np.int64) != Kind.VALUE)  # 0 holders: it is distributed
+    counted = (state.holders != 1) & (np.array(state.kinds, np.int64) != Kind.VALUE)  # 0 holders: it is distributed
     counted &= (state.tensors.ndim > 1) | (state.tensors.shape[:, 0] >= _LARGE)
     unequal = np.flatnonzero(contents.differs & counted).tolist()
     if not unequal:

@@ -50,24 +50,18 @@ class _Ordered:
 
     Attributes:
         planned: The plan that each rank has its part of.
-        value_json: The JSON of the small values that are kept, by path.
-        value_cost: What the others take to be decoded.
+        contents: What may be another in each save of one structure.
         lease: This save's right to its files in the coordinator's folder.
         save: What all files of this save say of it.
-        ours: What the coordinator itself has asked for.
-        folders: Which folder each rank sees.
         leaders: One rank for each folder.
         warnings: What the caller of every rank is told.
         compared: Which blocks of copies are compared; None for none.
     """
 
     planned: PlannedSave
-    value_json: dict[str, bytes]
-    value_cost: int
+    contents: Comparison
     lease: Lease
     save: SaveInfo
-    ours: SaveRequest
-    folders: dict[int, FolderIdentity]
     leaders: frozenset[int]
     warnings: list[str]
     compared: int | None
@@ -159,15 +153,12 @@ class SaveCoordinator:
         )
         self._ordered = _Ordered(
             planned=planned,
-            value_json=contents.value_json,
-            value_cost=contents.cost,
+            contents=contents,
             lease=lease,
             save=SaveInfo.of_now(
-                lease.save_id, len(requests), ours.block_bytes, self._context.adapter.version, lease.unique_id
+                lease.save_id, len(requests), ours.block_bytes, context.adapter.version, lease.unique_id
             ),
-            ours=ours,
-            folders=self._folders,
-            leaders=leaders_of(self._folders, self._context.session.coordinator),
+            leaders=leaders_of(self._folders, context.session.coordinator),
             warnings=warnings,
             compared=self._compared(planned),
         )
@@ -207,13 +198,17 @@ class SaveCoordinator:
         planned.sampled += 1
         return planned.sampled % PARTS
 
-    def _judge_copies(self) -> bool:
-        """Compare the copies that ranks have with what was written; whether all can go on."""
+    def _is_as_planned(self, messages: Mapping[int, bytes]) -> bool:
+        """Compare what ranks say that they wrote with the plan, and with their copies of it; whether all can go on.
+
+        Raises:
+            CheckpointError: something is missing.
+        """
+        self._written = {rank: decode(data, WriteRequest) for rank, data in messages.items()}
+        _check_written(self._ordered.planned, self._written)
         if self._ordered.compared is None:
             return True
-        text = copies_that_differ(
-            self._ordered.planned, {rank: (written.copied, written.copies) for rank, written in self._written.items()}
-        )
+        text = copies_that_differ(self._ordered.planned, self._written)
         if text and (self._options.check_replicas == "error" or self._context.session.doubtful):
             self._differing = text
         elif text:
@@ -239,22 +234,17 @@ class SaveCoordinator:
     def written(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``write``: abort if a rank failed, commit if there is one folder, else have each folder sealed."""
         ordered = self._ordered
-        aborted = not all(messages.values())
         self._settled = ordered.one_folder  # of what a rank cannot remove in another, the claim speaks
-        if aborted:
-            return dict.fromkeys(messages, encode(WriteAnswer(True, [], None)))
-        self._written = {rank: decode(data, WriteRequest) for rank, data in messages.items()}
-        _check_written(ordered.planned, self._written)
-        if not self._judge_copies():
+        if not (all(messages.values()) and self._is_as_planned(messages)):
             return dict.fromkeys(messages, encode(WriteAnswer(True, [], None)))
         files: dict[FolderIdentity, list[FileInfo]] = {}
         for rank, written in self._written.items():
-            files.setdefault(ordered.folders[rank], []).extend(written.files)
+            files.setdefault(self._folders[rank], []).extend(written.files)
         if ordered.one_folder:
             commit.seal(self._context.storage, [info for infos in files.values() for info in infos])
             return dict.fromkeys(messages, encode(WriteAnswer(False, [], self._publish())))
         return {
-            rank: encode(WriteAnswer(False, files[ordered.folders[rank]] if rank in ordered.leaders else [], None))
+            rank: encode(WriteAnswer(False, files[self._folders[rank]] if rank in ordered.leaders else [], None))
             for rank in messages
         }
 
@@ -275,8 +265,8 @@ class SaveCoordinator:
 
     def _publish(self) -> CommitAnswer:
         ordered = self._ordered
-        metadata = _build_metadata(ordered, self._written)
-        unique_id = commit.publish(ordered.lease, metadata, ordered.value_cost)
+        metadata = self._metadata()
+        unique_id = commit.publish(ordered.lease, metadata, ordered.contents.cost)
         return CommitAnswer(
             unique_id=unique_id,
             files=len(metadata.files),
@@ -284,6 +274,19 @@ class SaveCoordinator:
             warnings=ordered.warnings,
             replaced=self._replaced(unique_id),
             leaders=sorted(ordered.leaders - {self._context.session.coordinator}),  # it finishes by itself
+        )
+
+    def _metadata(self) -> Metadata:
+        """What `.metadata` will say."""
+        ordered, written = self._ordered, self._written
+        ranks, user = ordered.planned.state.ranks, self._requests[self._context.session.coordinator].user_metadata
+        return Metadata(
+            **save_members(ordered.save),
+            user_tree=msgspec.json.decode(user) if user is not None else None,
+            files=[info for rank in ranks for info in written[rank].files],
+            table=ordered.planned.table(tuple(tuple(written[rank].entries) for rank in ranks)),
+            value_records=[(path, msgspec.Raw(json)) for path, json in sorted(ordered.contents.value_json.items())],
+            times=SaveTimes.of({rank: written[rank].seconds for rank in ranks}),
         )
 
     def _replaced(self, unique_id: int) -> list[str]:
@@ -298,8 +301,8 @@ class SaveCoordinator:
 
 def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int, bytes]:
     """What each rank is to do, encoded; what is the same for many ranks, as if all have their plans, only once."""
-    planned, folders, doomed = ordered.planned, ordered.folders, ordered.lease.doomed
-    hosts = Counter(folder.host for folder in folders.values())
+    planned, doomed = ordered.planned, ordered.lease.doomed
+    hosts = Counter(request.folder.identity.host for request in requests.values())
 
     def order(plan: bytes | None, ranks_on_host: int, leads: bool) -> bytes:
         dead = None if not doomed else doomed if leads else []
@@ -308,7 +311,7 @@ def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int,
     order_of_known = functools.cache(functools.partial(order, None))
     orders = {}
     for rank, request in requests.items():
-        ranks_on_host, leads = hosts[folders[rank].host], rank in ordered.leaders
+        ranks_on_host, leads = hosts[request.folder.identity.host], rank in ordered.leaders
         if request.plan_id == planned.plan_id:
             orders[rank] = order_of_known(ranks_on_host, leads)
         else:
@@ -330,18 +333,3 @@ def _check_written(planned: PlannedSave, written: Mapping[int, WriteRequest]) ->
                 f"rank {rank} wrote {sum(result.entries)} shards of {result.nbytes} bytes; {items} of {nbytes} bytes "
                 "were planned"
             )
-
-
-def _build_metadata(ordered: _Ordered, written: Mapping[int, WriteRequest]) -> Metadata:
-    """What `.metadata` will say."""
-    ranks, user = ordered.planned.state.ranks, ordered.ours.user_metadata
-    json = msgspec.json.decode(user) if user is not None else None
-    table = ordered.planned.table(tuple(tuple(written[rank].entries) for rank in ranks))
-    return Metadata(
-        **save_members(ordered.save),
-        user_tree=json,
-        files=[info for rank in ranks for info in written[rank].files],
-        table=table,
-        value_records=[(path, msgspec.Raw(json)) for path, json in sorted(ordered.value_json.items())],
-        times=SaveTimes.of({rank: written[rank].seconds for rank in ranks}),
-    )

@@ -17,13 +17,15 @@ from ..errors import CheckpointError
 from ..folder.context import Context
 from ..storage.helpers import StorageCall
 from .async_save import AsyncSave
+from .copies import CopyPlan
 from .describe import KnownState
-from .known_plan import KnownPlan
+from .file_plan import FilePlan
+from .messages import Transfer
 from .planned_save import PlannedSave
 from .preparing import Touching
 from .turn import Ticket, Turn
 
-__all__ = ["SaveContext", "SaveMemory"]
+__all__ = ["KnownPlan", "SaveContext", "SaveMemory"]
 
 T = TypeVar("T")
 Allocate = Callable[[int], Bytes1D]
@@ -33,6 +35,29 @@ _WORTH_IT = 1.25  # so many times what is kept: for less more, it is not worth t
 _MUCH_MORE = 0.1  # of a snapshot
 _SAID_AGAIN = 600.0  # seconds
 _MOST_ENTRIES = 1 << 18  # of a state or plan that is kept beside the latest one: larger ones would take much memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownPlan:
+    """One rank's part of a plan, with all that can be used again while the plan stays the same.
+
+    Attributes:
+        plan_id: Names the plan; 0 for none.
+        fingerprint: The digest of the structure for which it is right,
+        block_bytes: and the block size.
+        total_bytes: All that the ranks write together.
+        transfers: What the ranks send each other of partial tensors.
+        files: This rank's.
+        copies: What it has twice with others.
+    """
+
+    plan_id: int = 0
+    fingerprint: bytes = b""
+    block_bytes: int = 0
+    total_bytes: int = 0
+    transfers: Sequence[Transfer] = ()
+    files: Sequence[FilePlan] = ()
+    copies: CopyPlan = field(default_factory=CopyPlan.of_nothing)
 
 
 @dataclass(slots=True, eq=False)

@@ -77,7 +77,7 @@ def drawn(draw: random.Random) -> tuple[FakeDevice, ArrayForm, DeviceArray, np.n
 def drawn_part(draw: random.Random) -> tuple[FakeDevice, ArrayForm, DeviceArray, np.ndarray, tuple[Any, ...]]:
     """A device, a box of such an array, the whole array on the host, and where in it the box is."""
     device, array, whole = drawn(draw)
-    corners = [sorted(draw.sample(range(n + 1), 2)) for n in array.shape]
+    corners = [sorted(draw.sample(range(n + 1), 2)) for n in array.form.shape]
     part = array.part(Box(tuple(a for a, _ in corners), tuple(b - a for a, b in corners)))
     return device, part, whole, (*(slice(a, b) for a, b in corners), ...)
 
@@ -89,7 +89,7 @@ def test_any_range_of_any_box(monkeypatch: pytest.MonkeyPatch, span: int) -> Non
         draw = random.Random(seed)
         device, part, whole, index = drawn_part(draw)
         expected = np.array(whole[index])
-        assert (part.shape, part.nbytes, part.itemsize) == (expected.shape, expected.nbytes, 4)
+        assert (part.form.shape, part.nbytes, part.form.itemsize) == (expected.shape, expected.nbytes, 4)
         assert np.array_equal(part.to_host(device), expected)
         low, high = sorted(draw.choices(range(expected.size + 1), k=2))
         into = np.full((high - low) * 4, 255, np.uint8)
@@ -105,7 +105,7 @@ def test_any_box_is_written_and_cleared_and_nothing_beside_it(monkeypatch: pytes
         device, part, whole, index = drawn_part(draw)
         expected = device.data.copy()
         view = np.ndarray(whole.shape, ITEM, expected.data, address_of(whole) - address_of(device.data), whole.strides)
-        view[index] = np.arange(1000, 1000 + part.nbytes // 4, dtype=ITEM).reshape(part.shape)
+        view[index] = np.arange(1000, 1000 + part.nbytes // 4, dtype=ITEM).reshape(part.form.shape)
         data = np.array(view[index]).reshape(-1)
         write_all([(part, address_of(data))], data, device)
         device.wait()

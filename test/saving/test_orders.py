@@ -25,7 +25,6 @@ def test_each_rank_is_told_what_holds_for_it() -> None:
     )
     ordered: Any = SimpleNamespace(
         planned=SimpleNamespace(plan_id=7, rank_plans={0: b"the plan of rank 0"}),
-        folders=folders,
         lease=SimpleNamespace(doomed=["a file of a dead save"]),
         leaders=frozenset([0, 2]),
         save=save,
