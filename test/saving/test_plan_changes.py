@@ -212,9 +212,9 @@ class Job:
         self.states[self.rank()]["text"] = "u" * self.rng.choice([1, 5000, 7000])
 
     def container(self) -> None:
-        """A value becomes an empty container, or something is in it; not on every rank."""
-        r = self.rank()
-        self.states[r]["box"] = self.rng.choice([{}, {}, {"in": self.number()}, {"other": {"deep": 1}}])
+        """A value becomes an empty container, or something is in it, also a tensor; not on every rank."""
+        r, array = self.rank(), make_array((3,), seed=self.number())
+        self.states[r]["box"] = self.rng.choice([{}, {}, {"in": self._count}, {"other": {"deep": 1}}, {"now": array}])
 
     def other_container(self) -> None:
         for state in self.states:
@@ -241,6 +241,12 @@ class Job:
             how = self.rng.choice(LAYOUTS)
             tensor = self.states[r][key]
             tensor.pieces[:] = [laid_out(piece, how) for piece in tensor.pieces]
+
+    def reshaped_in_place(self) -> None:
+        """The same array, of another shape, on all ranks."""
+        shape = (3, 11) if self.arrays["plain"].ndim == 1 else (33,)
+        for array in (self.arrays["plain"], *(state["plain"] for state in self.states)):
+            array.shape = shape
 
     def one_more(self) -> None:
         n = self.number()
@@ -358,6 +364,7 @@ OTHER = (
     "cut",
     "replica",
     "other_memory",
+    "reshaped_in_place",
     "one_more",
     "one_less",
     "other_shape",
@@ -570,6 +577,20 @@ def test_a_rank_that_fails_anywhere_and_changes_after_that(tmp_path: Path, opera
         assert (found["w"] == i).all()
         assert "added" in found
         assert verify(tmp_path).ok
+
+
+def test_addends_are_reduced_anew_by_the_same_plan(tmp_path: Path, seen: Seen) -> None:
+    states = [{"g": sharded(np.full((8, 8), float(r + 1), np.float32), [whole((8, 8))])} for r in range(3)]
+    for r, state in enumerate(states):
+        state["g"].reduction = Reduction("sum", r, 3)
+    memories = fresh(3)
+    seen.take()
+    for expected, plans in ((6, 1), (60, 0)):
+        all_ok(save_with(memories, states, tmp_path))
+        assert seen.take() == (plans, 0)
+        assert (load_whole(tmp_path)["g"] == expected).all()
+        for state in states:
+            state["g"].pieces[0][...] *= 10
 
 
 def test_replicas_are_compared_each_time_with_what_was_remembered(tmp_path: Path) -> None:
