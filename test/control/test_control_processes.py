@@ -42,7 +42,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["paddle_dist_ckpt.control", "test.control.file_store"])
+        context.set_forkserver_preload([__name__])  # once, and not in each process
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(RANKS):

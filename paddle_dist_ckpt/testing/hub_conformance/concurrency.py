@@ -29,6 +29,8 @@ from .cases import (
 
 __all__ = ["ConcurrencyTests"]
 
+_MOST_SECONDS = 10.0  # that a session is waited for which is not to be
+
 
 class ConcurrencyTests:
     """See :class:`paddle_dist_ckpt.testing.hub_conformance.HubConformance`."""
@@ -166,7 +168,7 @@ class ConcurrencyTests:
                         session.run_collectives(NoTransport(), lambda transfers: done.append("earlier"))
                     if how == "end_collectives":
                         session.end_collectives()
-                    if how != "close" and not may_end.wait(10):
+                    if how != "close" and not may_end.wait(_MOST_SECONDS):
                         done.append("the later one waits for this one's end")
 
             thread = threading.Thread(target=earlier)
