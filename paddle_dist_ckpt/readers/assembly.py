@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.box import Box
 from ..core.dtypes import DType
@@ -13,10 +13,10 @@ from ..storage.base import Storage
 from ..tree.paths import Containers, Part, containers_of, format_path, parse_path
 from .budget import Budget
 from .catalog import Catalog, Piece, StoredFile, StoredTensor
-from .checks import check_name, check_shape, first_overlap, is_text, shown
+from .checks import AtPath, check_name, check_shape, first_overlap, is_text, shown, text_of
 from .orders import LyingArray, Scattered, parts_in_order
 
-__all__ = ["Assembly", "AtPath", "text_of"]
+__all__ = ["Assembly"]
 
 _MOST_PARTS = 64
 _MOST_CHARACTERS = 4096  # of a path
@@ -24,27 +24,7 @@ _CHARACTERS_OF_STEP = 8  # of a reason
 _STEPS_OF_LEAF, _STEPS_OF_PIECE = 64, 12
 _STEPS_OF_SHAPE, _STEPS_OF_DIMENSION = 60, 14  # of a tensor of a shape that none before it has; it is cut as none is
 _FEW_DIMENSIONS, _STEPS_OF_BOX = 4, 3  # of one piece of several, for each dimension beyond a few
-_MOST_SHOWN = 200  # characters of a key in a message
 _INT64 = range(-(2**63), 2**63)
-
-
-def text_of(path: Iterable[Part]) -> str:
-    """A path for messages."""
-    return shown(".".join(part[:_MOST_SHOWN] if isinstance(part, str) else _number(part) for part in path))
-
-
-class AtPath(NamedTuple):
-    """What messages begin with: which file speaks of which path. Made for every tensor, and seldom shown."""
-
-    file: str
-    path: tuple[Part, ...]
-
-    def __str__(self) -> str:
-        return f"{self.file}: {text_of(self.path)}"
-
-
-def _number(part: Part) -> str:
-    return str(part if type(part) is int else part[0])  # type: ignore[index]
 
 
 class Assembly:

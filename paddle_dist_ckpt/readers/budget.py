@@ -9,6 +9,7 @@ from ..errors import CheckpointCorruptedError
 __all__ = ["Budget"]
 
 _FREE = 9 << 19  # steps that may be made of any checkpoint, however small: about a second
+_FREE_BYTES = 16 << 20  # that may be read beyond those on the disk, where files may be compressed
 _FEW_DIMENSIONS = 2
 _SMALL = 32 << 20  # bytes for which there are three steps for twenty; beyond them, two
 
@@ -27,16 +28,17 @@ class Budget:
     """
 
     def __init__(self, more: Callable[[], Iterable[tuple[object, int]]] = tuple) -> None:
-        self._left = _FREE
+        self._left, self._left_bytes = _FREE, _FREE_BYTES
         self._more = more
         self._bytes = 0
         self._files = set[object]()
         self._looked_at = set[int]()
 
     def grant(self, file: object, nbytes: int) -> None:
-        """Allow more steps for a file of so many bytes, once however many names and links it has."""
+        """Allow more for a file of so many bytes, once however many names and links it has."""
         if file not in self._files:
             self._files.add(file)
+            self._left_bytes += nbytes
             before, self._bytes = self._bytes, self._bytes + nbytes
             self._left += _steps_for(self._bytes) - _steps_for(before)
 
@@ -59,6 +61,16 @@ class Budget:
             raise CheckpointCorruptedError(
                 f"{where}: what has been read so far takes more time and memory than its size on the disk has room for"
             )
+
+    def take_bytes(self, nbytes: int, where: object) -> None:
+        """Count bytes of long texts and byte strings, which are not read before they are wanted; they are no steps.
+
+        Raises:
+            CheckpointCorruptedError: the files granted so far have not so many on the disk.
+        """
+        self._left_bytes -= nbytes
+        if self._left_bytes < 0:
+            raise CheckpointCorruptedError(f"{where} and what is before it are larger than the files")
 
     def spend_again(self, steps: int, record: object, where: object) -> None:
         """Count steps for a record that has been looked at before: what it takes to look at each once is counted when

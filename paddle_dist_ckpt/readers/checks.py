@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +14,9 @@ from ..core.boxes import Boxes
 from ..core.columns import IntArray
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..planning.cover import covers_exactly
+from ..tree.paths import Part
 
-__all__ = ["Named", "check_name", "check_shape", "first_overlap", "is_text", "shown"]
+__all__ = ["AtPath", "check_name", "check_shape", "first_overlap", "is_text", "shown", "text_of"]
 
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 1 << 58
@@ -56,14 +57,23 @@ def check_name(name: object, names: Collection[str], where: object) -> str:
     return name
 
 
-class Named(NamedTuple):
-    """What messages begin with: which file speaks of which name. Made for every tensor, and seldom shown."""
+def text_of(path: Iterable[Part]) -> str:
+    """A path for messages."""
+    return shown(".".join(part[:_MOST_SHOWN] if isinstance(part, str) else _number(part) for part in path))
+
+
+def _number(part: Part) -> str:
+    return str(part if type(part) is int else part[0])  # type: ignore[index]
+
+
+class AtPath(NamedTuple):
+    """What messages begin with: which file speaks of which path. Made for every tensor, and seldom shown."""
 
     file: str
-    name: object
+    path: tuple[Part, ...]
 
     def __str__(self) -> str:
-        return f"{self.file}: {shown(self.name)}"
+        return f"{self.file}: {text_of(self.path)}"
 
 
 def check_shape(shape: Sequence[int], itemsize: int, where: object) -> int:

@@ -24,7 +24,7 @@ from ..tree.paths import Part
 from .assembly import Assembly
 from .budget import Budget
 from .catalog import Catalog, Piece
-from .checks import Named, shown
+from .checks import AtPath, shown
 from .numpy_pickles import PickledArray
 from .orders import LyingArray
 from .paddle_pickles import PADDLE, Record, flat_pieces, meant
@@ -168,7 +168,7 @@ class _Described:
         used: set[int] = set()  # files that have something of what is said of them
         lost: dict[str, int] = {}  # keys that none of their files has, with one of these
         for key, shape in self._shapes.items():
-            where = Named(self._name, key)
+            where = AtPath(self._name, (key,))
             dtype, name = None, None
             pieces: list[Iterable[Piece]] = []
             lacking: int | None = None
@@ -242,7 +242,7 @@ class _Described:
                 raise CheckpointCorruptedError(
                     f"{file}: {shown(key)} has the shape {list(array.shape)}, where {shown(list(shape))} is due"
                 )
-            return assembly.pieces(Named(file, key), Box(shard.offset, shape), number, array)
+            return assembly.pieces(AtPath(file, (key,)), Box(shard.offset, shape), number, array)
         start, stop = shard.elements
         if math.prod(array.shape) != stop - start or not 0 <= start <= stop <= math.prod(shape):
             raise CheckpointCorruptedError(
@@ -289,7 +289,7 @@ def _opened(arrays: dict[Any, Any], file: WindowedFile) -> Iterator[tuple[str, _
             raise CheckpointCorruptedError(f"{file.name}: {shown(key)} is no tensor")
         variable = variables.get(key)
         name = variable if type(variable) is str else None
-        yield key, _Stored(array.opened(Named(file.name, key), file.size), name)
+        yield key, _Stored(array.opened(AtPath(file.name, (key,)), file.size), name)
 
 
 def _walked(storage: Storage, name: str, budget: Budget) -> tuple[Any, int]:

@@ -17,10 +17,10 @@ from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
 from ..tree.paths import Part
-from .assembly import Assembly, AtPath
+from .assembly import Assembly
 from .budget import Budget
 from .catalog import Catalog, Piece
-from .checks import shown
+from .checks import AtPath, shown
 from .numpy_pickles import PickledArray
 from .orders import LyingArray
 from .others import LOOK, is_safetensors, what_it_is
@@ -137,8 +137,14 @@ class PickledState:
         self._file = file
 
     def leaves(self) -> Iterator[PickledLeaf]:
-        """See :func:`.pickled_tree.leaves`."""
-        return leaves(self.tree, self._file)
+        """See :func:`.pickled_tree.leaves`; none of an empty state_dict.
+
+        Raises:
+            UnsupportedValueError: also if it has keys of its own that are neither str nor int.
+        """
+        if any(type(key) not in (str, int) for key in self.tree):
+            raise UnsupportedValueError(f"{self._file.name} is a dict with a key that is neither str nor int")
+        return leaves(self.tree, self._file, PickledArray) if self.tree else iter(())
 
     def names(self) -> dict[Any, Any]:
         """The names of variables by key, which are taken out of the state_dict."""

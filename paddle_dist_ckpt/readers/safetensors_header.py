@@ -11,7 +11,7 @@ import numpy as np
 from ..core.dtypes import DTYPES, DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..tree.values import DECODE_ERRORS
-from .checks import Named, check_shape, shown
+from .checks import AtPath, check_shape, shown
 from .others import LOOK, check_downloaded, what_it_is
 from .window import WindowedFile
 
@@ -140,7 +140,7 @@ def _entries(
     """The entries, and what cannot be held, checked: their data fill what is behind the header, each once."""
     entries, refused, end = {}, {}, 0
     for key, info in sorted(infos.items(), key=lambda item: item[1].data_offsets):
-        where = Named(name, key)
+        where = AtPath(name, (key,))
         begin, stop = info.data_offsets
         if begin != end or stop < begin:
             raise CheckpointCorruptedError(

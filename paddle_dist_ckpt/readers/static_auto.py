@@ -21,10 +21,10 @@ from ..core.box import Box
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
 from ..tree.paths import format_path
-from .assembly import Assembly, text_of
+from .assembly import Assembly
 from .budget import Budget
 from .catalog import Catalog, Piece
-from .checks import shown
+from .checks import shown, text_of
 from .numpy_pickles import PickledArray
 from .orders import LyingArray
 from .pdparams import PickledState

@@ -20,15 +20,16 @@ from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
 from ..tree.paths import ListIndex, Part
-from .assembly import Assembly, text_of
+from .assembly import Assembly
 from .budget import Budget
 from .catalog import Catalog, Piece, StoredChecksum
-from .checks import check_name, check_shape, shown
+from .checks import check_name, check_shape, shown, text_of
 from .others import LOOK, is_safetensors
 from .pickle_machine import ENDURED
+from .pickled_tree import PickledLeaf
 from .pickles import walk
 from .torch_pickles import METADATA, TorchDType, TorchRecord
-from .torch_saved import PlacedTensor, SavedLeaf, SavedReader, torch_dtype
+from .torch_saved import PlacedTensor, SavedReader, torch_dtype
 from .torch_zip import AheadFile, TorchZip
 from .window import WindowedFile, on_disk
 
@@ -257,18 +258,16 @@ class _DCPContents:
     def add(self, file: AheadFile, item: _Item) -> None:
         """Find what an item holds."""
         most = _MOST_DIRECTORY if item.box is None else _MOST_CHUNK_DIRECTORY
-        above = sum(len(part) for part in self._description.paths[item.key] if isinstance(part, str))
         zip_file = TorchZip(file, item.start, item.stop, most)
         try:
-            leaves = self._saved.leaves(zip_file, item.key, above // 16)
+            leaves = self._saved.leaves(zip_file, self._description.paths[item.key])
         except UnsupportedValueError as error:
             self._refused[item.key] = str(error)
             return
         if item.box is not None:
             self._add_chunk(file, item.key, item.box, leaves)
             return
-        for inner, content in leaves:
-            path = (*self._description.paths[item.key], *inner)
+        for path, content, _ in leaves:
             if type(content) is PlacedTensor:
                 dtype, shape, *_ = content.array
                 pieces = self._pieces_of(file, text_of(path), whole(shape), content)
@@ -277,8 +276,8 @@ class _DCPContents:
             else:
                 self._assembly.add_value(file.name, path, content)
 
-    def _add_chunk(self, file: AheadFile, key: str, box: Box, leaves: list[SavedLeaf]) -> None:
-        content = leaves[0].content if len(leaves) == 1 else None
+    def _add_chunk(self, file: AheadFile, key: str, box: Box, leaves: list[PickledLeaf]) -> None:
+        content = leaves[0].value if len(leaves) == 1 else None
         due = self._description.tensors[key].dtype
         if type(content) is not PlacedTensor or content.array[:2] != (due, box.shape):
             raise CheckpointCorruptedError(

@@ -85,6 +85,26 @@ def _links(folder: Path) -> None:
             (folder / f"{i}.pdparams").symlink_to("a.pdparams")
 
 
+def _long_value(nbytes: int, content: bytes) -> bytes:
+    """The start of a pickle of a byte string that begins so, up to a part of it that may be a hole."""
+    return _START + text("a") + b"\x8e" + struct.pack("<Q", nbytes) + content
+
+
+def _holes(folder: Path) -> None:
+    """Many files of a value each, of which little is on the disk."""
+    for i in range(20):
+        with (folder / f"{i}.pdparams").open("wb") as file:
+            file.write(_long_value(15 * _MIB, b""))
+            file.seek(15 * _MIB, os.SEEK_CUR)
+            file.write(b"s.")
+
+
+def _linked_value(folder: Path) -> None:
+    (folder / "a.pdparams").write_bytes(_long_value(_SIZE, bytes(_SIZE)) + b"s.")
+    for i in range(50):
+        os.link(folder / "a.pdparams", folder / f"{i}.pdparams")
+
+
 def _hole(name: str, start: bytes, size: int) -> Callable[[Path], None]:
     """A file that is nearly all hole."""
 
@@ -106,9 +126,11 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
         b'{"weight_map":' + _members(b'"x.safetensors"') + b"}"
     ),
     "links": _links,
+    "a long value under many names": _linked_value,
+    "values that are holes": _holes,
     "a header that is a hole": _hole("a.safetensors", struct.pack("<Q", 99_000_000) + b"{", 100 * _MIB),
     "an index that is a hole": _hole("model.safetensors.index.json", b"{", 8 << 30),
-    "a value that is a hole": _hole("a.pdparams", _START + text("a") + b"\x8e" + struct.pack("<Q", 4 << 30), 5 << 30),
+    "a value that is a hole": _hole("a.pdparams", _long_value(4 << 30, b""), 5 << 30),
 }
 
 
@@ -153,6 +175,14 @@ def test_a_budget_ends() -> None:
     large.grant("a file", 20 * _MIB)
     large.grant("another", 100 * _MIB)
     assert _left_in(large) - free == (3 * 32 + 2 * 88) * _MIB // 20  # so that memory grows no faster than files
+
+
+def test_long_texts_and_bytes_take_what_is_on_the_disk() -> None:
+    budget = Budget()
+    budget.grant("a file", 10 * _MIB)
+    budget.take_bytes(26 * _MIB, "here")
+    with pytest.raises(CheckpointCorruptedError, match="here and what is before it are larger than the files"):
+        budget.take_bytes(1, "here")
 
 
 def test_a_budget_asks_for_more_when_it_is_due_and_once() -> None:

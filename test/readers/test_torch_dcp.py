@@ -336,6 +336,15 @@ def test_what_is_in_a_bytes_io_is_read_as_bytes(tmp_path: Path, content: bytes) 
     assert catalog.values == [(("layer._extra_state",), content), (("v", "state"), [b"", b"in a list"])]
 
 
+def test_bytes_take_what_they_have_on_the_disk_and_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.readers.budget._FREE", 50_000)
+    writer = DCPWriter()
+    content = bytes(range(256)) * (1 << 12)
+    writer.tensors["v"] = writer.record("BytesStorageMetadata")
+    writer.put("v", None, saved(None, pickle=as_torch_pickles(content)))
+    assert read(tmp_path, writer).values == [(("v",), content)]
+
+
 # -- what is not read
 
 
@@ -413,7 +422,7 @@ def test_what_cannot_be_held_is_named(make: Callable[[DCPWriter], None], message
         (Call(Global("_io", "BytesIO"), (), (b"x", 0, {"a": 1})), "a BytesIO of something else"),
         (Call(Global("_io", "BytesIO"), (), ("x", 0, None)), "a BytesIO of something else"),
         (Call(Global("_io", "FileIO"), ("/etc/passwd",)), "'v': .*asks for _io.FileIO"),
-        ({(1, 2): tensor("uint8", (1,))}, "'v' has tensors in a dict with a key"),
+        ({(1, 2): tensor("uint8", (1,))}, "'v' has a key above an array that is neither str nor int"),
     ],
 )
 def test_values_that_are_not_plain_are_named(value: Any, message: str, tmp_path: Path) -> None:
