@@ -16,9 +16,11 @@ from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..planning.cover import covers_exactly
 from ..tree.paths import Part
 
-__all__ = ["AtPath", "check_name", "check_shape", "first_overlap", "is_text", "shown", "text_of"]
+__all__ = ["AtPath", "check_name", "check_shape", "counts_of", "first_overlap", "is_text", "shown", "text_of"]
 
 _MOST_DIMENSIONS = 32
+_MOST_COUNTS = 64
+_MOST = 1 << 62
 _MOST_ELEMENTS = 1 << 58
 _MOST_SHOWN = 200  # characters of a name in a message
 _SHORT = reprlib.Repr()
@@ -74,6 +76,20 @@ class AtPath(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}: {text_of(self.path)}"
+
+
+def counts_of(value: object, most: int = _MOST_COUNTS) -> tuple[int, ...]:
+    """The sizes, offsets or the like that something out of a pickle should be a list or a tuple of.
+
+    Raises:
+        TypeError: it is none, or one of more than ``most``.
+    """
+    if type(value) not in (tuple, list) or len(value) > most:  # type: ignore[arg-type]
+        raise TypeError(f"no list of at most {most} sizes")
+    for n in value:  # type: ignore[attr-defined]
+        if type(n) is not int or not 0 <= n <= _MOST:
+            raise TypeError("a list of something else than sizes")
+    return tuple(value)  # type: ignore[arg-type]
 
 
 def check_shape(shape: Sequence[int], itemsize: int, where: object) -> int:

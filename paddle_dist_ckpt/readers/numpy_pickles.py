@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
+from .checks import check_shape, counts_of
 from .orders import LyingArray, fortran_axes
 from .pickle_machine import NOTHING, Built, Latin1, Lying, Machine, Recurring, Refused
 
@@ -17,7 +17,6 @@ __all__ = ["NUMPY", "PickledArray"]
 
 _EXTENDED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # of ml_dtypes
 _NAMES = {np.dtype(name).str[1:]: name for name in DTYPES if name not in _EXTENDED} | {name: name for name in _EXTENDED}
-_MOST_DIMENSIONS = 32
 _STEPS_OF_USUAL = 24
 _SIZES = rb"(?:K.|M..|J.{4})"  # BININT1, BININT2, BININT
 _USUAL = re.compile(
@@ -97,7 +96,7 @@ class PickledArray(Built):
             raise UnsupportedValueError(f"{where} has {refused}") from refused
         except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointCorruptedError(f"{where} is a damaged array: {error}") from error
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = check_shape(shape, dtype.itemsize, where)
         data = self._data
         if isinstance(data, Latin1):
             data = Lying(data.position, len(data))
@@ -115,16 +114,7 @@ class PickledArray(Built):
         return LyingArray(dtype, shape, data.position, fortran_axes(shape) if self._fortran else self._axes)
 
     def _opened(self) -> tuple[DType, tuple[int, ...]]:
-        shape = self._shape
-        if type(shape) is not tuple:
-            raise ValueError("it has no shape")
-        if len(shape) > _MOST_DIMENSIONS:
-            raise Refused(f"{len(shape)} dimensions, which no array has")
-        for n in shape:
-            if type(n) is not int or not 0 <= n < 1 << 62:
-                raise ValueError("it has no sizes for a shape")
-        if math.prod(shape if 0 not in shape else [n or 1 for n in shape]) >= 1 << 58:
-            raise Refused(f"the shape {list(shape)}, which no array has")
+        shape = counts_of(self._shape)
         if not isinstance(self._element, _ElementType):
             raise TypeError("it has no dtype")
         dtype = self._element.dtype

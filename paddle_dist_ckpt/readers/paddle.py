@@ -24,7 +24,7 @@ from ..tree.paths import Part
 from .assembly import Assembly
 from .budget import Budget
 from .catalog import Catalog, Piece
-from .checks import AtPath, shown
+from .checks import AtPath, counts_of, shown
 from .numpy_pickles import PickledArray
 from .orders import LyingArray
 from .paddle_pickles import PADDLE, Record, flat_pieces, meant
@@ -46,7 +46,6 @@ _UNKNOWN = (
     "does not speak of it; Paddle leaves a .metadata that it finds, so a later save into the same folder may have had "
     "more keys"
 )
-_MOST = 1 << 62
 _FEW_CHARACTERS = 1 << 16
 _STEPS_OF_SAME = 70  # of a shard's record that is referred to again
 _STEPS_OF_SHARD, _STEPS_OF_PLACE, _STEPS_OF_PIECE = 12, 2, 5  # for each dimension more
@@ -152,7 +151,7 @@ class _Described:
         self._offsets.setdefault(key, {})[str(offset)] = offset
         self._known.setdefault((key, str((offset, elements))), {})[str(extent)] = extent
         if fields.get("global_shape") is not None:
-            shape = _numbers(fields["global_shape"])
+            shape = counts_of(fields["global_shape"])
             self._spend(_STEPS_OF_SHARD, shape)
         else:  # what all shards reach
             before = self._shapes.get(key, (0,) * len(extent))
@@ -258,12 +257,12 @@ class _Described:
 
 
 def _shard_of(fields: Mapping[str, Any]) -> _Shard:
-    offset, elements = _numbers(fields["global_offset"]), None
-    shape = None if fields.get("local_shape") is None else _numbers(fields["local_shape"])
+    offset, elements = counts_of(fields["global_offset"]), None
+    shape = None if fields.get("local_shape") is None else counts_of(fields["local_shape"])
     if shape is not None and len(shape) != len(offset):
         raise ValueError("a shard of another number of dimensions than its offset")
     if fields.get("is_flattened") and fields.get("flattened_range") is not None:
-        start, stop = _numbers(fields["flattened_range"])
+        start, stop = counts_of(fields["flattened_range"])
         elements = start, stop
     return _Shard(offset, shape, elements)
 
@@ -307,12 +306,3 @@ def _checked(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{type(value).__name__} where {kind.__name__} is due")
     return value
-
-
-def _numbers(value: Any) -> tuple[int, ...]:
-    if type(value) not in (tuple, list) or len(value) > 32:
-        raise TypeError("no list of sizes")
-    for n in value:
-        if type(n) is not int or not 0 <= n < _MOST:
-            raise TypeError("no list of sizes")
-    return tuple(value)

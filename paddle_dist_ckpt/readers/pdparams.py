@@ -20,7 +20,7 @@ from ..tree.paths import Part
 from .assembly import Assembly
 from .budget import Budget
 from .catalog import Catalog, Piece
-from .checks import AtPath, shown
+from .checks import AtPath, counts_of, shown
 from .numpy_pickles import PickledArray
 from .orders import LyingArray
 from .others import LOOK, is_safetensors, what_it_is
@@ -198,16 +198,12 @@ class PickledState:
         """A tensor of more than a GiB, which protocols 2 and 3 have in slices of its elements."""
         file, number = self._file.name, assembly.file(self._file.name, self._file.name)
         where = f"{file}: {shown(key)}"
-        shape = told.get("OriginShape") if type(told) is dict else None
-        slices = told.get("slices") if type(told) is dict else None
-        if (
-            not isinstance(key, str)
-            or type(slices) is not list
-            or type(shape) is not tuple
-            or len(shape) > 32
-            or any(type(n) is not int or not 0 <= n < 1 << 62 for n in shape)
-        ):
-            raise CheckpointCorruptedError(f"{where} was cut into slices, but does not say how")
+        try:
+            shape, slices = counts_of(told["OriginShape"]), told["slices"]
+            if not isinstance(key, str) or type(slices) is not list:
+                raise TypeError("no list of slices, or no name")
+        except (TypeError, LookupError) as error:
+            raise CheckpointCorruptedError(f"{where} was cut into slices, but does not say how") from error
         start, most = 0, math.prod(shape)
         pieces: list[Piece] = []
         dtypes: set[DType] = set()

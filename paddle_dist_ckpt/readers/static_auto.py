@@ -24,7 +24,7 @@ from ..tree.paths import format_path
 from .assembly import Assembly
 from .budget import Budget
 from .catalog import Catalog, Piece
-from .checks import shown, text_of
+from .checks import counts_of, shown, text_of
 from .numpy_pickles import PickledArray
 from .orders import LyingArray
 from .pdparams import PickledState
@@ -195,9 +195,9 @@ class _Variables:
         if max(len(shape), len(mapping)) > _MOST_DIMENSIONS:
             raise ValueError("more dimensions than there can be")
         file.budget.spend(_STEPS_OF_DIMENSION * (len(shape) + len(mapping)), file.name)
-        mesh = _numbers(shape)
+        mesh = counts_of(shape)
         if id(group) not in self._groups:  # which variables may share
-            ranks = _numbers(group)
+            ranks = counts_of(group, len(group))
             text = str(ranks)
             if text not in self._places:
                 self._places[text] = {rank: place for place, rank in enumerate(ranks)}
@@ -210,7 +210,7 @@ class _Variables:
             dimensions = () if dimension == -1 else [dimension] if type(dimension) is int else dimension
             if len(dimensions) > len(mesh):
                 raise ValueError("more dimensions of the mesh than it has")
-            along.append(_numbers(dimensions))
+            along.append(counts_of(dimensions))
         used = [m for dimensions in along for m in dimensions]
         if len(set(used)) != len(used) or any(m >= len(mesh) for m in used):
             raise ValueError("a dimension of the mesh that is not there, or used twice")
@@ -257,9 +257,3 @@ class _Variables:
             [0, *itertools.accumulate(extents[d][number] for number in range(count))]
             for d, count in enumerate(cut.counts())
         ]
-
-
-def _numbers(value: Any) -> tuple[int, ...]:
-    if type(value) not in (list, tuple) or any(type(n) is not int or not 0 <= n < 1 << 31 for n in value):
-        raise TypeError("no list of numbers")
-    return tuple(value)

@@ -23,7 +23,7 @@ from ..tree.paths import ListIndex, Part
 from .assembly import Assembly
 from .budget import Budget
 from .catalog import Catalog, Piece, StoredChecksum
-from .checks import check_name, check_shape, shown, text_of
+from .checks import check_name, check_shape, counts_of, shown, text_of
 from .others import LOOK, is_safetensors
 from .pickle_machine import ENDURED
 from .pickled_tree import PickledLeaf
@@ -41,8 +41,6 @@ _STEPS_OF_REFUSED = 40
 _STEPS_OF_SAME = 50  # of a record that is referred to again
 _STEPS_OF_NUMBER = 2  # for each dimension more
 _STEPS_OF_INDEX = 8  # in a path
-_MOST_DIMENSIONS = 64
-_MOST_BYTES = 1 << 62
 _MOST_DEPTH = 64  # of a path
 _MOST_VERSION = 100  # characters
 _MOST_INDEX = 100_000_000  # of a list, as in paths of this library
@@ -183,19 +181,10 @@ def _tensor(key: str, record: TorchRecord, budget: Budget) -> _Tensor:
     return _Tensor(known, shape, list(chunks.values()))
 
 
-def _size(value: Any) -> tuple[int, ...]:
-    """A torch.Size, whose parts the table has checked, or what some planners write for one."""
-    if type(value) not in (tuple, list) or len(value) > _MOST_DIMENSIONS:
-        raise TypeError("something else where a torch.Size is due")
-    if any(type(part) is not int or not 0 <= part <= _MOST_BYTES for part in value):
-        raise ValueError("a size or an offset that cannot be")
-    return tuple(value)
-
-
 def _sizes(budget: Budget, record: TorchRecord, *names: str) -> list[tuple[int, ...]]:
     """Sizes that a record has by these names; it may be referred to again and again."""
     budget.spend_again(_STEPS_OF_SAME, record, _METADATA)
-    sizes = [_size(record.get(name)) for name in names]
+    sizes = [counts_of(record.get(name)) for name in names]
     for size in sizes:
         budget.spend_on_dimensions(_STEPS_OF_NUMBER, len(size), _METADATA)
     return sizes
@@ -212,7 +201,7 @@ def _index(record: Any, budget: Budget) -> tuple[str, str | None]:
 
 def _item(key: str, box: Box | None, record: TorchRecord, names: set[str]) -> _Item:
     name = check_name(record.get("relative_path"), names, _METADATA)
-    start, length = _size((record.get("offset"), record.get("length")))
+    start, length = counts_of((record.get("offset"), record.get("length")))
     transforms = record.get("transform_descriptors")
     if transforms:
         raise UnsupportedValueError(f"{name}: {shown(key)} is stored through {shown(transforms)}, which is not read")

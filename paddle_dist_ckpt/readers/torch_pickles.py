@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..core.dtypes import DTYPES
+from .checks import counts_of
 from .numpy_pickles import NUMPY
 from .pickle_machine import Built, Lying, Refused
 
 __all__ = ["METADATA", "SAVED", "SavedBuffer", "SavedTensor", "TorchDType", "TorchRecord", "storage_of"]
-
-_MOST = 1 << 62  # elements, or bytes
 
 
 class TorchDType(NamedTuple):
@@ -95,23 +94,11 @@ def storage_of(token: Any) -> Any:
     word, dtype, key, _, count = token
     if word != "storage" or not isinstance(dtype, (TorchDType, _Untyped)) or type(key) is not str:
         raise TypeError("a persistent id that is no storage")
-    return _SavedStorage(None if isinstance(dtype, _Untyped) else dtype, key, _count(count))
+    return _SavedStorage(None if isinstance(dtype, _Untyped) else dtype, key, *counts_of([count]))
 
 
 class _Untyped:
     """The class of storages that hold bytes."""
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MOST:
-        raise TypeError(f"{type(value).__name__} for a count, or one that cannot be")
-    return value
-
-
-def _counts(values: Any) -> tuple[int, ...]:
-    if type(values) is not tuple:
-        raise TypeError(f"{type(values).__name__} for a shape")
-    return tuple(map(_count, values))
 
 
 def _view(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> SavedTensor:
@@ -127,13 +114,13 @@ def _view_of_type(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: Any, marks: Any) -> SavedTensor:
     if not isinstance(storage, _SavedStorage) or not isinstance(dtype, TorchDType):
         raise TypeError("a tensor without a storage or a type")
-    shape, stride = _counts(shape), _counts(stride)
+    shape, stride, (start,) = counts_of(shape), counts_of(stride), counts_of([offset])
     if len(shape) != len(stride):
         raise ValueError("a tensor of two numbers of dimensions")
     said = tuple(mark for mark, value in marks.items() if value) if marks else ()
     if any(type(mark) is not str for mark in said):
         raise TypeError("marks that are no names")
-    return SavedTensor(storage.key, storage.size, storage.dtype, dtype, _count(offset), shape, stride, said)
+    return SavedTensor(storage.key, storage.size, storage.dtype, dtype, start, shape, stride, said)
 
 
 def _parameter(tensor: Any, *_: Any) -> SavedTensor:
@@ -162,37 +149,12 @@ def _recorded(kind: str) -> Callable[..., TorchRecord]:
     return lambda *_: TorchRecord(kind)
 
 
-_OTHER_DTYPES = [  # which cannot be held, as messages say of each
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-    "complex32",
-    "qint8",
-    "quint8",
-    "qint32",
-    "quint4x2",
-    "quint2x4",
-    "bits8",
-    "bits16",
-    "bits1x8",
-    "bits2x4",
-    "bits4x2",
-    "int1",
-    "int2",
-    "int3",
-    "int4",
-    "int5",
-    "int6",
-    "int7",
-    "uint1",
-    "uint2",
-    "uint3",
-    "uint4",
-    "uint5",
-    "uint6",
-    "uint7",
-]
+_OTHER_DTYPES = (  # which cannot be held, as messages say of each
+    *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "complex32"),
+    *("qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
+    *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)),
+)
 _STORAGES = {
     "Bool": "bool",
     "Byte": "uint8",
@@ -214,7 +176,7 @@ _STORAGES = {
 }
 _TORCH: dict[str, Any] = {
     **{f"torch.{name}": TorchDType(name) for name in (*DTYPES, *_OTHER_DTYPES)},
-    "torch.Size": lambda *parts: _counts(*parts) if parts else (),
+    "torch.Size": lambda sizes=(): counts_of(sizes),
     "collections.OrderedDict": _ordered,
 }
 SAVED: dict[str, Any] = {

@@ -23,11 +23,12 @@ __all__ = ["AheadFile", "TorchZip", "ZipMember"]
 _AHEAD = 8 << 10  # more than what a zip of one tensor has before and behind the tensor's data
 _HEAD = 1 << 10
 _CHUNK = 1 << 20
-_END = struct.Struct("<4s4H2LH")  # signature, disks, entries here and in all, size and place of the directory, comment
-_LOCATOR = struct.Struct("<4sLQL")
-_END_64 = struct.Struct("<4sQ2H2L4Q")
-_ENTRY = struct.Struct("<4s6H3L5H2L")
-_LOCAL = struct.Struct("<4s5H3L2H")
+# What is asked for of each record; x are bytes that do not matter.
+_END = struct.Struct("<4s6xH2LH")  # signature, entries, size and place of the directory, length of a comment
+_LOCATOR = struct.Struct("<4s4xQL")  # signature, place of the end of 64 bits, number of disks
+_END_64 = struct.Struct("<4s28x3Q")  # signature, entries, size and place of the directory
+_ENTRY = struct.Struct("<4s4x2H4x3L3H8xL")  # signature, flags, method, CRC-32, sizes, lengths of texts, local header
+_LOCAL = struct.Struct("<4s2x2H16x2H")  # signature, flags, method, lengths of texts
 _ENCRYPTED = 1
 _UNKNOWN_32 = 0xFFFFFFFF
 
@@ -118,9 +119,7 @@ class TorchZip:
         stop = self._headers[after] if after < len(self._headers) else self._data_stop
         if not self.start <= header <= stop - _LOCAL.size:
             raise self._damaged(f"its member {shown(name)} would be outside")
-        signature, _, flags, method, _, _, _, _, _, name_size, extra_size = _LOCAL.unpack(
-            self.file.read(header, _LOCAL.size)
-        )
+        signature, flags, method, name_size, extra_size = _LOCAL.unpack(self.file.read(header, _LOCAL.size))
         position = header + _LOCAL.size + name_size + extra_size
         if signature != b"PK\3\4" or position + nbytes > stop:
             raise self._damaged(f"its member {shown(name)} is not where its directory says")
@@ -167,15 +166,15 @@ class TorchZip:
         locator_at = end_at - _LOCATOR.size
         tail_at = max(self.start, locator_at - _END_64.size - (_AHEAD >> 2))  # the directory is most often in it too
         tail = self.file.read(tail_at, self.stop - tail_at)
-        signature, _, _, _, count, nbytes, offset, comment = _END.unpack(tail[-_END.size :])
+        signature, count, nbytes, offset, comment = _END.unpack(tail[-_END.size :])
         if signature != b"PK\5\6" or comment:
             raise self._damaged("it does not end like one")
         if locator_at >= self.start and tail[locator_at - tail_at :].startswith(b"PK\6\7"):
-            _, _, offset_64, disks = _LOCATOR.unpack_from(tail, locator_at - tail_at)
+            _, offset_64, disks = _LOCATOR.unpack_from(tail, locator_at - tail_at)
             at = self.start + offset_64
             if disks > 1 or at + _END_64.size > locator_at:
                 raise self._damaged("it is divided, or its end is not where it says")
-            signature, _, _, _, _, _, _, count, nbytes, offset = _END_64.unpack(self.file.read(at, _END_64.size))
+            signature, count, nbytes, offset = _END_64.unpack(self.file.read(at, _END_64.size))
             if signature != b"PK\6\6":
                 raise self._damaged("its end is not where it says")
         return self.start + offset, nbytes, count
@@ -186,28 +185,13 @@ class TorchZip:
         for _ in range(count):
             if at + _ENTRY.size > len(directory):
                 raise self._damaged("its directory is cut short")
-            (
-                signature,
-                _,
-                _,
-                flags,
-                method,
-                _,
-                _,
-                crc32,
-                packed,
-                nbytes,
-                name_size,
-                extra_size,
-                comment_size,
-                *rest,
-            ) = _ENTRY.unpack_from(directory, at)
+            signature, flags, method, crc32, packed, nbytes, *lengths, header = _ENTRY.unpack_from(directory, at)
+            name_size, extra_size, _ = lengths
             name_at = at + _ENTRY.size
-            at = name_at + name_size + extra_size + comment_size
+            at = name_at + sum(lengths)
             name = directory[name_at : name_at + name_size].decode("utf-8", "replace")
             if signature != b"PK\1\2" or at > len(directory) or name in members:
                 raise self._damaged("its directory is damaged")
-            header = rest[-1]
             if method or flags & _ENCRYPTED:
                 raise UnsupportedValueError(f"{self.where}: {shown(name)} is compressed")
             if _UNKNOWN_32 in (nbytes, packed, header):
