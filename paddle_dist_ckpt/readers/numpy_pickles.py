@@ -11,7 +11,8 @@ from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from .checks import check_shape, counts_of
 from .orders import LyingArray, fortran_axes
-from .pickle_machine import NOTHING, Built, Latin1, Lying, Machine, Recurring, Refused
+from .pickle_machine import Machine
+from .pickled_values import NOTHING, Built, Latin1, Lying, Recurring, Refused
 
 __all__ = ["NUMPY", "PickledArray"]
 

@@ -27,8 +27,8 @@ from .catalog import Catalog, Piece
 from .checks import AtPath, counts_of, shown
 from .numpy_pickles import PickledArray
 from .orders import LyingArray
-from .paddle_pickles import PADDLE, Record, flat_pieces, meant
-from .pickle_machine import ENDURED
+from .paddle_pickles import PADDLE, flat_pieces, meant
+from .pickled_values import ENDURED, Record, record_of
 from .pickles import walk
 from .safetensors_header import read_safetensors_header
 from .window import WindowedFile, on_disk
@@ -120,19 +120,19 @@ class _Described:
         self._places: dict[str, list[tuple[_Shard, Any]]] = defaultdict(list)
         self._paths: dict[str, tuple[Part, ...]] = {}
 
-        fields = _fields(metadata, "Metadata")
-        shards = _checked(fields["state_dict_metadata"], dict)
-        paths = _checked(fields.get("flat_mapping") or {}, dict)
+        metadata = record_of(metadata, "Metadata")
+        shards = _checked(metadata.get("state_dict_metadata"), dict)
+        paths = _checked(metadata.get("flat_mapping") or {}, dict)
         if sum(len(parts) for told in (shards, paths) for parts in told.values()) > size:
             raise ValueError("it refers to more than it has")
         for key, parts in shards.items():
             key = _checked(key, str)
             for shard in _checked(parts, list):
                 self._take_shard(key, shard)
-        for index, file in _checked(fields["storage_metadata"], dict).items():
-            place = _fields(index, "LocalTensorIndex")
-            self._spend(_STEPS_OF_PLACE, place["global_offset"])
-            self._places[_checked(place["tensor_key"], str)].append((_shard_of(place), file))
+        for index, file in _checked(metadata.get("storage_metadata"), dict).items():
+            place = record_of(index, "LocalTensorIndex")
+            self._spend(_STEPS_OF_PLACE, place.get("global_offset"))
+            self._places[_checked(place.get("tensor_key"), str)].append((_shard_of(place), file))
         for key, path in paths.items():
             self._paths[key] = tuple(_checked(part, str) for part in _checked(path, tuple))
         if sum(len(str(part)) for path in self._paths.values() for part in path) > size + _FEW_CHARACTERS:
@@ -142,24 +142,24 @@ class _Described:
         self._budget.spend_on_dimensions(steps, len(numbers), self._name)
 
     def _take_shard(self, key: str, record: Any) -> None:
-        fields = _fields(record, "LocalTensorMetadata")
+        shard = record_of(record, "LocalTensorMetadata")
         self._budget.spend_again(_STEPS_OF_SAME, record, self._name)
-        self._spend(_STEPS_OF_SHARD, fields["global_offset"])
-        offset, extent, elements = _shard_of(fields)
+        self._spend(_STEPS_OF_SHARD, shard.get("global_offset"))
+        offset, extent, elements = _shard_of(shard)
         if extent is None:
             raise ValueError("a shard without a shape")
         self._offsets.setdefault(key, {})[str(offset)] = offset
         self._known.setdefault((key, str((offset, elements))), {})[str(extent)] = extent
-        if fields.get("global_shape") is not None:
-            shape = counts_of(fields["global_shape"])
+        if shard.get("global_shape") is not None:
+            shape = counts_of(shard.get("global_shape"))
             self._spend(_STEPS_OF_SHARD, shape)
         else:  # what all shards reach
             before = self._shapes.get(key, (0,) * len(extent))
             ends = (o + n for o, n in zip(offset, extent, strict=True))
             shape = tuple(max(pair) for pair in zip(before, ends, strict=True))
         self._shapes[key] = shape
-        if fields.get("dtype") is not None:
-            self._types[key] = _checked(fields["dtype"], str)
+        if shard.get("dtype") is not None:
+            self._types[key] = _checked(shard.get("dtype"), str)
 
     def add_to(self, assembly: Assembly, storage: Storage, budget: Budget) -> None:
         """Look up all that is described in the data files."""
@@ -256,13 +256,13 @@ class _Described:
         return pieces
 
 
-def _shard_of(fields: Mapping[str, Any]) -> _Shard:
-    offset, elements = counts_of(fields["global_offset"]), None
-    shape = None if fields.get("local_shape") is None else counts_of(fields["local_shape"])
+def _shard_of(record: Record) -> _Shard:
+    offset, elements = counts_of(record.get("global_offset")), None
+    shape = None if record.get("local_shape") is None else counts_of(record.get("local_shape"))
     if shape is not None and len(shape) != len(offset):
         raise ValueError("a shard of another number of dimensions than its offset")
-    if fields.get("is_flattened") and fields.get("flattened_range") is not None:
-        start, stop = counts_of(fields["flattened_range"])
+    if record.get("is_flattened") and record.get("flattened_range") is not None:
+        start, stop = counts_of(record.get("flattened_range"))
         elements = start, stop
     return _Shard(offset, shape, elements)
 
@@ -294,12 +294,6 @@ def _opened(arrays: dict[Any, Any], file: WindowedFile) -> Iterator[tuple[str, _
 def _walked(storage: Storage, name: str, budget: Budget) -> tuple[Any, int]:
     with WindowedFile(storage, name, budget) as file:
         return walk(file.window(), PADDLE), file.size
-
-
-def _fields(record: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(record, Record) or record.kind != kind:
-        raise TypeError(f"{type(record).__name__} where {kind} is due")
-    return record.fields
 
 
 def _checked(value: Any, kind: type) -> Any:

@@ -9,42 +9,12 @@ from ..core.box import Box, cut_flat_range
 from ..core.dtypes import DTYPES, DType
 from .catalog import Piece
 from .numpy_pickles import NUMPY
-from .pickle_machine import Built, Refused, filled
+from .pickled_values import Refused, ordered_dict, recorded
 
-__all__ = ["PADDLE", "Record", "flat_pieces", "meant"]
+__all__ = ["PADDLE", "flat_pieces", "meant"]
 
 # What numpy arrays of tensors have for element types that numpy has not. Paddle has no tensors of uint16.
 _STANDS_FOR = {"uint16": ("bfloat16",), "int8": ("float8_e4m3fn", "float8_e5m2")}
-
-
-class Record(Built):
-    """An object of one of Paddle's classes that only have fields.
-
-    Attributes:
-        kind: The name of the class.
-        fields: Its fields by name.
-    """
-
-    __slots__ = ("fields", "kind")
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.fields: dict[str, Any] = {}
-
-    def build(self, state: Any) -> None:
-        if type(state) is not dict or not set(map(type, state)) <= {str}:
-            raise TypeError("fields that are no dict of names")
-        self.fields.update(state)  # a copy: what built the state may change it later, unchecked
-
-
-def _record(kind: str) -> Any:
-    return lambda: Record(kind)
-
-
-def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
-    if not isinstance(pairs, (list, tuple)) or any(type(pair) not in (list, tuple) or len(pair) != 2 for pair in pairs):
-        raise TypeError("an OrderedDict of what is no list of pairs")
-    return filled({}, [part for pair in pairs for part in pair])
 
 
 def _tuple(items: Any = ()) -> tuple[Any, ...]:
@@ -69,14 +39,14 @@ def _data(*args: Any) -> Any:
 
 PADDLE: dict[str, Any] = {
     **NUMPY,
-    "collections.OrderedDict": _ordered_dict,
+    "collections.OrderedDict": ordered_dict,
     **{
         f"{module}.{name}": function
         for module in ("builtins", "__builtin__")
         for name, function in (("tuple", _tuple), ("eval", _data), ("complex", _complex))
     },
     **{
-        f"paddle.distributed.{module}.metadata.{kind}": _record(kind)
+        f"paddle.distributed.{module}.metadata.{kind}": recorded(kind)
         for module in ("checkpoint", "flex_checkpoint.dcp")
         for kind in ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
     },

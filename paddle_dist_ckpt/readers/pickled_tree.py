@@ -10,7 +10,7 @@ from ..tree.paths import ListIndex, Part, TupleIndex
 from ..tree.values import is_tagged
 from .checks import AtPath
 from .numpy_pickles import PickledArray
-from .pickle_machine import Latin1, Lying
+from .pickled_values import Latin1, Lying
 from .torch_pickles import SavedBuffer, SavedTensor, TorchDType
 from .window import WindowedFile
 

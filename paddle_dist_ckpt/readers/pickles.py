@@ -15,7 +15,8 @@ from typing import Any
 
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
 from .others import LOOK, check_downloaded
-from .pickle_machine import ENDURED, NOTHING, Machine, Recurring, Refused, filled, steps_of_text
+from .pickle_machine import Machine, steps_of_text
+from .pickled_values import ENDURED, NOTHING, Recurring, Refused, filled
 from .window import FileWindow
 
 __all__ = ["walk"]

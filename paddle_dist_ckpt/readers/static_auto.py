@@ -28,7 +28,7 @@ from .checks import counts_of, shown, text_of
 from .numpy_pickles import PickledArray
 from .orders import LyingArray
 from .pdparams import PickledState
-from .pickle_machine import ENDURED
+from .pickled_values import ENDURED
 from .window import WindowedFile
 
 __all__ = ["PaddleStaticReader"]

@@ -25,10 +25,10 @@ from .budget import Budget
 from .catalog import Catalog, Piece, StoredChecksum
 from .checks import check_name, check_shape, counts_of, shown, text_of
 from .others import LOOK, is_safetensors
-from .pickle_machine import ENDURED
 from .pickled_tree import PickledLeaf
+from .pickled_values import ENDURED, Record, record_of
 from .pickles import walk
-from .torch_pickles import METADATA, TorchDType, TorchRecord
+from .torch_pickles import METADATA, TorchDType
 from .torch_saved import PlacedTensor, SavedReader, torch_dtype
 from .torch_zip import AheadFile, TorchZip
 from .window import WindowedFile, on_disk
@@ -122,9 +122,9 @@ class TorchDCPReader:
 
 def _described(metadata: Any, names: set[str], size: int, budget: Budget) -> _DCPDescription:
     """What the value of a `.metadata` of this size says."""
-    _check(metadata, "Metadata")
+    metadata = record_of(metadata, "Metadata")
     described, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
-    ranges = {_index(index, budget): _check(info, "_StorageInfo") for index, info in stored.items()}
+    ranges = {_index(index, budget): record_of(info, "_StorageInfo") for index, info in stored.items()}
     tensors, items, refused, chunks = {}, [], {}, 0
     for key, record in described.items():
         if type(key) is not str:
@@ -132,7 +132,7 @@ def _described(metadata: Any, names: set[str], size: int, budget: Budget) -> _DC
         boxes: list[Box | None] = [None]
         if record.kind != "BytesStorageMetadata":
             try:
-                tensors[key] = tensor = _tensor(key, _check(record, "TensorStorageMetadata"), budget)
+                tensors[key] = tensor = _tensor(key, record_of(record, "TensorStorageMetadata"), budget)
             except UnsupportedValueError as error:
                 budget.spend(_STEPS_OF_REFUSED, _METADATA)
                 refused[key] = str(error)
@@ -157,15 +157,9 @@ def _described(metadata: Any, names: set[str], size: int, budget: Budget) -> _DC
     return _DCPDescription(tensors, items, refused, paths, wrote)
 
 
-def _check(record: Any, kind: str) -> TorchRecord:
-    if type(record) is not TorchRecord or record.kind != kind:
-        raise TypeError(f"no {kind} where one is due")
-    return record
-
-
-def _tensor(key: str, record: TorchRecord, budget: Budget) -> _Tensor:
+def _tensor(key: str, record: Record, budget: Budget) -> _Tensor:
     where = f"{_METADATA}: {shown(key)}"
-    dtype, *_ = _check(record.get("properties"), "TensorProperties").state
+    dtype, *_ = record_of(record.get("properties"), "TensorProperties").state
     if type(dtype) is not TorchDType:
         raise TypeError(f"{shown(key)} has no dtype")
     known = torch_dtype(dtype, where)
@@ -173,7 +167,7 @@ def _tensor(key: str, record: TorchRecord, budget: Budget) -> _Tensor:
     check_shape(shape, known.itemsize, where)
     chunks: dict[str, Box] = {}
     for chunk in record.get("chunks"):
-        box = Box(*_sizes(budget, _check(chunk, "ChunkStorageMetadata"), "offsets", "sizes"))
+        box = Box(*_sizes(budget, record_of(chunk, "ChunkStorageMetadata"), "offsets", "sizes"))
         if len(box.offset) != len(box.shape):
             raise ValueError(f"{shown(key)} has a chunk of {len(box.offset)} and {len(box.shape)} dimensions")
         if box.size:
@@ -181,7 +175,7 @@ def _tensor(key: str, record: TorchRecord, budget: Budget) -> _Tensor:
     return _Tensor(known, shape, list(chunks.values()))
 
 
-def _sizes(budget: Budget, record: TorchRecord, *names: str) -> list[tuple[int, ...]]:
+def _sizes(budget: Budget, record: Record, *names: str) -> list[tuple[int, ...]]:
     """Sizes that a record has by these names; it may be referred to again and again."""
     budget.spend_again(_STEPS_OF_SAME, record, _METADATA)
     sizes = [counts_of(record.get(name)) for name in names]
@@ -192,14 +186,14 @@ def _sizes(budget: Budget, record: TorchRecord, *names: str) -> list[tuple[int, 
 
 def _index(record: Any, budget: Budget) -> tuple[str, str | None]:
     """The key and chunk that a range of a file is for; the chunk's offset as text, whose hash nobody knows."""
-    _check(record, "MetadataIndex")
+    record = record_of(record, "MetadataIndex")
     key, offset = record.get("fqn"), record.get("offset")
     if type(key) is not str:
         raise TypeError(f"a key that is {type(key).__name__}")
     return key, None if offset is None else str(*_sizes(budget, record, "offset"))
 
 
-def _item(key: str, box: Box | None, record: TorchRecord, names: set[str]) -> _Item:
+def _item(key: str, box: Box | None, record: Record, names: set[str]) -> _Item:
     name = check_name(record.get("relative_path"), names, _METADATA)
     start, length = counts_of((record.get("offset"), record.get("length")))
     transforms = record.get("transform_descriptors")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..core.dtypes import DTYPES
 from .checks import counts_of
 from .numpy_pickles import NUMPY
-from .pickle_machine import Built, Lying, Refused
+from .pickled_values import Built, Lying, Refused, ordered_dict, recorded
 
-__all__ = ["METADATA", "SAVED", "SavedBuffer", "SavedTensor", "TorchDType", "TorchRecord", "storage_of"]
+__all__ = ["METADATA", "SAVED", "SavedBuffer", "SavedTensor", "TorchDType", "storage_of"]
 
 
 class TorchDType(NamedTuple):
@@ -49,28 +48,6 @@ class SavedTensor(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     marks: tuple[str, ...]
-
-
-class TorchRecord(Built):
-    """An object of a class of torch's, by the name of the class, with its state."""
-
-    __slots__ = ("kind", "state")
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.state: Any = {}
-
-    def build(self, state: Any) -> None:
-        """Take the state, a dict or a tuple."""
-        if type(state) not in (dict, tuple):
-            raise TypeError(f"{type(state).__name__} for a {self.kind}")
-        self.state = state
-
-    def get(self, name: str) -> Any:
-        """A member of the state, None if it is not there."""
-        if type(self.state) is not dict:
-            raise TypeError(f"{type(self.state).__name__} for a {self.kind}")
-        return self.state.get(name)
 
 
 class SavedBuffer(Built):
@@ -129,12 +106,6 @@ def _parameter(tensor: Any, *_: Any) -> SavedTensor:
     return tensor
 
 
-def _ordered(*items: Any) -> dict[Any, Any]:
-    if items:
-        raise Refused("makes an OrderedDict of items")
-    return {}
-
-
 def _ignored(*_: Any) -> None:
     """For what does not matter here."""
 
@@ -143,10 +114,6 @@ def _member(kind: Any, name: Any) -> None:
     """A member of an enumeration, which does not matter here, as Python 3.11.2 has it (the others call the class)."""
     if kind is not _ignored or type(name) is not str:
         raise Refused("asks for an attribute of something else than an enumeration")
-
-
-def _recorded(kind: str) -> Callable[..., TorchRecord]:
-    return lambda *_: TorchRecord(kind)
 
 
 _OTHER_DTYPES = (  # which cannot be held, as messages say of each
@@ -177,7 +144,7 @@ _STORAGES = {
 _TORCH: dict[str, Any] = {
     **{f"torch.{name}": TorchDType(name) for name in (*DTYPES, *_OTHER_DTYPES)},
     "torch.Size": lambda sizes=(): counts_of(sizes),
-    "collections.OrderedDict": _ordered,
+    "collections.OrderedDict": ordered_dict,
 }
 SAVED: dict[str, Any] = {
     **NUMPY,
@@ -195,7 +162,7 @@ _OLD = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.0 to 
 METADATA: dict[str, Any] = {
     **_TORCH,
     **{
-        f"{_DCP}.metadata.{kind}": _recorded(kind)
+        f"{_DCP}.metadata.{kind}": recorded(kind)
         for kind in (
             "Metadata",
             "TensorStorageMetadata",
@@ -206,10 +173,10 @@ METADATA: dict[str, Any] = {
             "StorageMeta",
         )
     },
-    f"{_DCP}.filesystem._StorageInfo": _recorded("_StorageInfo"),
+    f"{_DCP}.filesystem._StorageInfo": recorded("_StorageInfo"),
     # The plans of all ranks, `all_local_plans`, which Megatron-LM has left in what it writes:
     **{
-        name: _recorded(name)
+        name: recorded(name)
         for name in (
             "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
             *(f"{_DCP}.planner.{kind}" for kind in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
@@ -217,7 +184,7 @@ METADATA: dict[str, Any] = {
     },
     f"{_DCP}.planner.WriteItemType": _ignored,
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING": _ignored,
-    f"{_OLD}.TensorProperties": _recorded("TensorProperties"),
+    f"{_OLD}.TensorProperties": recorded("TensorProperties"),
     f"{_OLD}.MEM_FORMAT_ENCODING": _ignored,
     "builtins.getattr": _member,
     "__builtin__.getattr": _member,

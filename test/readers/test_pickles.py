@@ -18,7 +18,8 @@ import pytest
 from paddle_dist_ckpt import CheckpointCorruptedError, UnsupportedValueError
 from paddle_dist_ckpt.readers import pickles
 from paddle_dist_ckpt.readers.budget import Budget
-from paddle_dist_ckpt.readers.pickle_machine import Built, Latin1, Lying, Machine, Refused
+from paddle_dist_ckpt.readers.pickle_machine import Machine
+from paddle_dist_ckpt.readers.pickled_values import Built, Latin1, Lying, Refused
 from paddle_dist_ckpt.readers.pickles import walk
 from paddle_dist_ckpt.readers.window import WindowedFile
 from paddle_dist_ckpt.storage import LocalStorage

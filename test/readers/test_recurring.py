@@ -16,7 +16,8 @@ from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.readers import numpy_pickles
 from paddle_dist_ckpt.readers.budget import Budget
 from paddle_dist_ckpt.readers.paddle_pickles import PADDLE
-from paddle_dist_ckpt.readers.pickle_machine import Lying, Machine
+from paddle_dist_ckpt.readers.pickle_machine import Machine
+from paddle_dist_ckpt.readers.pickled_values import Lying
 from paddle_dist_ckpt.readers.pickles import walk
 from paddle_dist_ckpt.readers.window import WindowedFile
 from paddle_dist_ckpt.storage import LocalStorage
