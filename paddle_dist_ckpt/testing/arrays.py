@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,7 @@ from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..core.memory import address_of
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, Reduction, TensorView, is_native_array, view_of_array
-from ..tree.objects import ObjectKind, is_stateful, set_state, state_of
-from ..tree.state_dict import Leaves
+from ..tree.state_dict import Adapter
 
 __all__ = ["NumpyAdapter", "ShardedArray", "shard_array"]
 
@@ -75,7 +74,7 @@ def _outline(value: Any) -> tuple[Any, ...]:
     return (*memory, value.shape, value.dtype.name, tuple(value.boxes), value.plain, value.reduction)
 
 
-class NumpyAdapter:
+class NumpyAdapter(Adapter):
     """Makes :class:`ShardedArray` and numpy arrays accessible to the engine."""
 
     version: str | None = None
@@ -86,52 +85,9 @@ class NumpyAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         return isinstance(value, ShardedArray) or is_native_array(value)
 
-    def is_object(self, value: Any) -> bool:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        return is_stateful(value)
-
-    def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        return ObjectKind.FREE, state_of(value, key)
-
-    def needs_all_entries(self, value: Any) -> bool:
-        """None does."""
-        return False
-
-    def frozen(self, value: Any) -> list[int]:
-        """None."""
-        return []
-
-    def make_entries(self, value: Any, parameters: Collection[int]) -> None:
-        """Does nothing."""
-
-    def is_defined_by_user(self, value: Any) -> bool:
-        """See :class:`..tree.state_dict.Adapter`."""
-        return False
-
     def names(self, tensors: Sequence[Any]) -> list[str | None]:
         """See :class:`..core.tensors.TensorAdapter`."""
         return [None] * len(tensors)
-
-    def parameters(self, value: Any) -> list[int]:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        return []
-
-    def token(self, tensor: Any) -> int:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        return id(tensor)
-
-    def restore(self, value: Any, state: dict[Any, Any]) -> list[str]:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        set_state(value, state)
-        return []
-
-    def change(self, tensors: Sequence[Any]) -> None:
-        """See :class:`..tree.state_dict.Adapter`."""
-
-    def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> set[int]:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        return set()
 
     def view(self, value: Any, path: str) -> TensorView:
         """See :class:`..core.tensors.TensorAdapter`."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from ..core.memory import Bytes1D
 from ..files.names import parse_claim, parse_data_file
 from ..folder.ids import committed_ids
 from ..folder.verify import verify_checkpoint
-from ..storage.base import Storage
+from ..storage.base import Storage, WritableFile
 from ..storage.capabilities import extended, hole_bytes, is_hole, read_windows
 from .simulation import SimulatedRank, run_ranks
 
@@ -33,34 +35,33 @@ _MANY = 1100  # files; some stores list a thousand at a time
 _TICK = 5.0  # seconds that a clock may go on at once
 
 
-def put(storage: Storage, name: str, data: bytes) -> None:
-    """Write a file as data files are written."""
-    file = storage.create(name)
-    try:
-        file.write(np.frombuffer(data, np.uint8), 0)
+@contextmanager
+def made(storage: Storage, name: str) -> Iterator[WritableFile]:
+    """A new file that is written in a block, as data files are: durable and closed after it."""
+    with closing(storage.create(name)) as file:
+        yield file
         file.sync()
-    finally:
-        file.close()
+
+
+def put(storage: Storage, name: str, data: bytes) -> None:
+    """Make a file that holds this."""
+    with made(storage, name) as file:
+        file.write(np.frombuffer(data, np.uint8), 0)
 
 
 def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
     """What ``work`` returned, or raised, in so many threads that start together."""
-    results: list[Any] = [None] * count
     start = threading.Barrier(count)
 
-    def run(i: int) -> None:
+    def run(i: int) -> Any:
         start.wait()
         try:
-            results[i] = work(i)
+            return work(i)
         except Exception as error:
-            results[i] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
 
 
 def random_bytes(size: int, aligned: bool = False) -> Bytes1D:
@@ -149,49 +150,40 @@ class StorageTests:
 
     def test_what_is_written_in_any_order_makes_up_the_file(self, storage: Storage) -> None:
         data = random_bytes(100_000)
-        file = storage.create("f")
-        for start, stop in ((60_001, 100_000), (0, 30_000), (30_000, 60_001)):
-            file.write(data[start:stop], start)
-        file.write(data[:0], 50)
-        file.sync()
-        file.close()
+        with made(storage, "f") as file:
+            for start, stop in ((60_001, 100_000), (0, 30_000), (30_000, 60_001)):
+                file.write(data[start:stop], start)
+            file.write(data[:0], 50)
         assert storage.size("f") == len(data)
         assert storage.read("f") == data.tobytes()
 
     def test_memory_may_be_filled_anew_when_it_is_written(self, storage: Storage) -> None:
         memory, written = random_bytes(2 * _PAGE, aligned=True), b""
-        file = storage.create("f")
-        for turn in range(3):
-            memory += 1
-            file.write(memory, turn * len(memory))
-            written += memory.tobytes()
-        memory[:] = 0
-        file.sync()
-        file.close()
+        with made(storage, "f") as file:
+            for turn in range(3):
+                memory += 1
+                file.write(memory, turn * len(memory))
+                written += memory.tobytes()
+            memory[:] = 0
         assert storage.read("f") == written
 
     def test_a_file_that_is_made_longer_ahead_is_zeros_where_nothing_is_written(self, storage: Storage) -> None:
         data, size = random_bytes(16 * _PAGE, aligned=True), 100 * _PAGE
-        file = storage.create("f")
-        start = 40 * _PAGE if extended(file, size) else 0  # a storage need not be able to do that
-        file.write(data, start)
-        file.sync()
-        file.close()
+        with made(storage, "f") as file:
+            start = 40 * _PAGE if extended(file, size) else 0  # a storage need not be able to do that
+            file.write(data, start)
         content = bytes(start) + data.tobytes() + bytes(size - start - len(data) if start else 0)
         assert storage.read("f") == content
-        opened = storage.open("f")
-        assert not is_hole(opened, start, len(data)), "these are no zeros"
-        assert not is_hole(opened, 0, len(content))
-        assert not hole_bytes(opened, start, len(data))
-        opened.close()
+        with closing(storage.open("f")) as opened:
+            assert not is_hole(opened, start, len(data)), "these are no zeros"
+            assert not is_hole(opened, 0, len(content))
+            assert not hole_bytes(opened, start, len(data))
 
     def test_windows_and_a_tail_are_written_by_several_threads(self, storage: Storage) -> None:
         window = 256 * _PAGE
         data = random_bytes(4 * window + 777, aligned=True)
-        file = storage.create("f")
-        done = in_threads(5, lambda i: file.write(data[i * window : (i + 1) * window], i * window))
-        file.sync()
-        file.close()
+        with made(storage, "f") as file:
+            done = in_threads(5, lambda i: file.write(data[i * window : (i + 1) * window], i * window))
         assert done == [None] * 5
         assert storage.read("f") == data.tobytes()
 
@@ -199,10 +191,9 @@ class StorageTests:
         put(storage, "f", b"")
         assert storage.size("f") == 0
         assert storage.read("f") == b""
-        file = storage.open("f")
-        assert file.size == 0
-        file.read_into([], 0)
-        file.close()
+        with closing(storage.open("f")) as file:
+            assert file.size == 0
+            file.read_into([], 0)
 
     def test_create_takes_no_name_that_is_there(self, storage: Storage) -> None:
         put(storage, "f", b"old")
@@ -230,49 +221,46 @@ class StorageTests:
     def test_any_range_is_read_into_any_buffers(self, storage: Storage, once: bool) -> None:
         data = random_bytes(3 << 20)
         put(storage, "f", data.tobytes())
-        file = storage.open("f")
-        assert file.size == len(data)
-        assert isinstance(file.is_cached(), bool)
-        for offset, sizes in ((0, [len(data)]), (123, [5, 0, 1_000_000, 1]), (4096, [2 << 20]), (7, [1] * 2000)):
-            buffers = [np.zeros(size, np.uint8) for size in sizes]
-            file.read_into(buffers, offset, once)
-            assert np.array_equal(np.concatenate(buffers), data[offset : offset + sum(sizes)])
-        file.close()
+        with closing(storage.open("f")) as file:
+            assert file.size == len(data)
+            assert isinstance(file.is_cached(), bool)
+            for offset, sizes in ((0, [len(data)]), (123, [5, 0, 1_000_000, 1]), (4096, [2 << 20]), (7, [1] * 2000)):
+                buffers = [np.zeros(size, np.uint8) for size in sizes]
+                file.read_into(buffers, offset, once)
+                assert np.array_equal(np.concatenate(buffers), data[offset : offset + sum(sizes)])
 
     @pytest.mark.parametrize(("offset", "nbytes"), [(0, 1000), (77, 99_000), (5000, 4096), (100_000, 7)])
     def test_windows_are_read_one_after_another(self, storage: Storage, offset: int, nbytes: int) -> None:
         data = random_bytes(100_000)
         put(storage, "f", data.tobytes())
-        file, buffer, windows = storage.open("f"), np.zeros(len(data) - offset, np.uint8), list[bytes]()
-        read_windows(file, buffer, offset, nbytes, lambda window: windows.append(bytes(window)))
-        assert np.array_equal(buffer, data[offset:])
-        assert windows == [buffer[at : at + nbytes].tobytes() for at in range(0, len(buffer), nbytes)]
-        with pytest.raises(EOFError):
-            read_windows(file, np.zeros(3000, np.uint8), len(data) - 2500, 1000, lambda window: None)
-        file.close()
+        buffer, windows = np.zeros(len(data) - offset, np.uint8), list[bytes]()
+        with closing(storage.open("f")) as file:
+            read_windows(file, buffer, offset, nbytes, lambda window: windows.append(bytes(window)))
+            assert np.array_equal(buffer, data[offset:])
+            assert windows == [buffer[at : at + nbytes].tobytes() for at in range(0, len(buffer), nbytes)]
+            with pytest.raises(EOFError):
+                read_windows(file, np.zeros(3000, np.uint8), len(data) - 2500, 1000, lambda window: None)
 
     def test_reading_past_the_end_is_an_error(self, storage: Storage) -> None:
         put(storage, "f", bytes(100))
-        file = storage.open("f")
-        for size, offset in ((101, 0), (1, 100), (50, 60), (1, 10**12)):
-            for once in (False, True):
-                with pytest.raises(EOFError):
-                    file.read_into([np.zeros(size, np.uint8)], offset, once)
-        file.read_into([np.zeros(0, np.uint8)], 100)
-        file.close()
+        with closing(storage.open("f")) as file:
+            for size, offset in ((101, 0), (1, 100), (50, 60), (1, 10**12)):
+                for once in (False, True):
+                    with pytest.raises(EOFError):
+                        file.read_into([np.zeros(size, np.uint8)], offset, once)
+            file.read_into([np.zeros(0, np.uint8)], 100)
 
     def test_several_threads_read_one_file(self, storage: Storage) -> None:
         data = random_bytes(4 << 20)
         put(storage, "f", data.tobytes())
-        file = storage.open("f")
 
         def read(i: int) -> bool:
             buffer = np.zeros(1 << 20, np.uint8)
             file.read_into([buffer], i * 500_000, once=i % 2 == 0)
             return np.array_equal(buffer, data[i * 500_000 : i * 500_000 + len(buffer)])
 
-        assert in_threads(6, read) == [True] * 6
-        file.close()
+        with closing(storage.open("f")) as file:
+            assert in_threads(6, read) == [True] * 6
 
     # -- publishing
 
@@ -295,13 +283,8 @@ class StorageTests:
 
         def confirm() -> None:
             names = storage.names()
-            seen.append(
-                (
-                    storage.read("m") if "m" in names else None,
-                    # A storage that needs no temporary name may do without.
-                    storage.read("tmp") if "tmp" in names else b"new",
-                )
-            )
+            temporary = storage.read("tmp") if "tmp" in names else b"new"  # who needs no such name may do without
+            seen.append((storage.read("m") if "m" in names else None, temporary))
 
         assert storage.publish("m", b"new", "tmp", replace, confirm)
         assert seen == [(b"old" if replace else None, b"new")]
@@ -358,7 +341,7 @@ class StorageTests:
                 ended.set()
                 return True
             seen = [storage.read("m") in contents]
-            while not ended.is_set():
+            while not ended.wait(0.0001):  # without a pause nobody else may get to do anything, on a busy host
                 seen.append(storage.read("m") in contents)
             return all(seen)
 
@@ -368,16 +351,15 @@ class StorageTests:
     def test_who_has_a_file_open_reads_no_two_contents_of_it(self, storage: Storage) -> None:
         old, new = (random_bytes(100_000 + i).tobytes() for i in range(2))
         storage.publish("m", old, "tmp", replace=False)
-        file, buffer = storage.open("m"), np.zeros(len(old), np.uint8)
-        file.read_into([buffer[:5000]], 0)
-        assert storage.publish("m", new, "tmp", replace=True)
-        try:
-            file.read_into([buffer[5000:]], 5000)
-        except (OSError, EOFError):
-            pass  # it may also say that the file is gone
-        else:
-            assert buffer.tobytes() == old
-        file.close()
+        buffer = np.zeros(len(old), np.uint8)
+        with closing(storage.open("m")) as file:
+            file.read_into([buffer[:5000]], 0)
+            assert storage.publish("m", new, "tmp", replace=True)
+            try:
+                file.read_into([buffer[5000:]], 5000)
+            except (OSError, EOFError):
+                return  # it may also say that the file is gone
+        assert buffer.tobytes() == old
 
     # -- time
 

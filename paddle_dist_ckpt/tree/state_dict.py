@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ..core.tensors import TensorAdapter
 from ..errors import UnsupportedValueError
 from .canonical import canonical_paths
-from .objects import ObjectKind, OpenedObject
+from .objects import ObjectKind, OpenedObject, is_stateful, set_state, state_of
 from .paths import ListIndex, Part, TupleIndex, join_all, plain_key
 
 __all__ = ["Adapter", "Leaves", "PerRank", "flatten"]
@@ -61,11 +61,14 @@ class Leaves:
 
 
 class Adapter(TensorAdapter, Protocol):
-    """All that a save or a load needs to know of a framework: its tensors, and its objects with states of their own."""
+    """All that a save or a load needs to know of a framework: its tensors, and its objects with states of their own.
+
+    What is here is so of one that has neither optimizers nor other objects of its own.
+    """
 
     def is_object(self, value: Any) -> bool:
         """Whether a value is an object with a state_dict of its own, as :func:`.objects.is_stateful` or as it knows."""
-        ...
+        return is_stateful(value)
 
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
         """What kind an object is of, and its state_dict.
@@ -73,7 +76,7 @@ class Adapter(TensorAdapter, Protocol):
         Raises:
             UnsupportedValueError: it has none.
         """
-        ...
+        return ObjectKind.FREE, state_of(value, key)
 
     def restore(self, value: Any, state: dict[Any, Any]) -> list[str]:
         """Give an object its state back, of which the tensors that it has already are filled.
@@ -85,11 +88,12 @@ class Adapter(TensorAdapter, Protocol):
         Returns:
             The entries that it is known not to take.
         """
-        ...
+        set_state(value, state)
+        return []
 
     def change(self, tensors: Sequence[Any]) -> None:
         """Have the framework know that what these tensors hold changes, which it does not see."""
-        ...
+        return
 
     def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> Collection[int]:
         """Set what follows from tensors that were filled, as master weights of parameters do; returns their tokens.
@@ -99,32 +103,32 @@ class Adapter(TensorAdapter, Protocol):
             filled: The tokens of the tensors that were filled.
             lacking: The tokens of those for which nothing was stored, which may be set.
         """
-        ...
+        return ()
 
     def is_defined_by_user(self, value: Any) -> bool:
         """Whether an object that asks for the entries that it has now is of a class whose ``state_dict()`` and setter
         are the user's: if entries appear later, nobody else knows of them."""
-        ...
+        return False
 
     def parameters(self, value: Any) -> list[int]:
         """The tokens of the parameters that an optimizer steps, as far as it tells them."""
-        ...
+        return []
 
     def needs_all_entries(self, value: Any) -> bool:
         """Whether an object refuses a state that lacks an entry which it has now."""
-        ...
+        return False
 
     def frozen(self, value: Any) -> list[int]:
         """The tokens of the parameters of an optimizer that are not trained now, and have no entries in its state."""
-        ...
+        return []
 
     def make_entries(self, value: Any, parameters: Collection[int]) -> None:
         """Give an optimizer the entries that it would have if the parameters with these tokens were trained."""
-        ...
+        return
 
     def token(self, tensor: Any) -> int:
         """What a tensor and an optimizer's parameter have in common if they are the same."""
-        ...
+        return id(tensor)
 
 
 def flatten(state_dict: dict[Any, Any], adapter: Adapter) -> Leaves:
