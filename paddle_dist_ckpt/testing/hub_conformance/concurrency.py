@@ -12,7 +12,6 @@ import pytest
 from ...control.ranks import NoTransport
 from ...errors import CheckpointError, CheckpointTimeoutError, RankFailureError
 from .cases import (
-    AT_ONCE,
     LONG,
     RANKS,
     SHORT,
@@ -118,9 +117,7 @@ class ConcurrencyTests:
                 one_round(own_number)(hub, rank)
             return [background.exception(10)]
 
-        begun = time.monotonic()
         outcomes = run(group, work)
-        assert time.monotonic() - begun < AT_ONCE
         for rank in others:
             (error,) = outcomes[rank]
             assert isinstance(error, RankFailureError)

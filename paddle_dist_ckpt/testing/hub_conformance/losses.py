@@ -15,7 +15,6 @@ from ...core.memory import Bytes1D
 from ...core.protocols import ControlHub, Transfers
 from ...errors import CheckpointError, CollectiveError, RankFailureError
 from .cases import (
-    AT_ONCE,
     LONG,
     RANKS,
     SHORT,
@@ -90,9 +89,7 @@ class LossTests:
                 group.cut(lost)
             return b""
 
-        begun = time.monotonic()
         outcomes = run(group, one_round(local))
-        assert time.monotonic() - begun < AT_ONCE
         alone = outcomes.pop(lost)  # the coordinator may have ended its part before it notices
         assert lost == 0 or isinstance(alone, CheckpointError)
         for error in outcomes.values():
@@ -107,9 +104,7 @@ class LossTests:
         else:
             assert_works(group)
         group.cut(3)
-        begun = time.monotonic()
         outcomes = run(group, one_round(own_number), [0, 1, 2])
-        assert time.monotonic() - begun < AT_ONCE
         assert all(list(error.failures) == [3] for error in outcomes.values())
 
     def test_a_rank_that_leaves_after_the_last_round_is_no_failure(self, group: HubGroup) -> None:
@@ -143,9 +138,7 @@ class LossTests:
                     return None
                 return session.gather_scatter("write", lambda: b"", echo)
 
-        begun = time.monotonic()
         outcomes = run(group, work)
-        assert time.monotonic() - begun < AT_ONCE
         assert outcomes.pop(leaver) is None
         for error in outcomes.values():
             assert list(error.failures) == [leaver]
@@ -158,9 +151,7 @@ class LossTests:
                 return
 
         run(group, nothing, [0, 1, 2])
-        begun = time.monotonic()
         error = run(group, one_round(own_number), [3])[3]
-        assert time.monotonic() - begun < AT_ONCE
         assert isinstance(error, CheckpointError)
         assert "closed the session before" in str(error)
         assert_works(group)
@@ -247,9 +238,7 @@ class LossTests:
 
                 return session.gather_scatter("exchange", local, echo)
 
-        begun = time.monotonic()
         outcomes = run(group, work)
-        assert time.monotonic() - begun < AT_ONCE
         never.set()
         for error in outcomes.values():
             assert type(error) is RankFailureError

