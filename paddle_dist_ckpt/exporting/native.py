@@ -13,10 +13,11 @@ from ..core.dtypes import DTYPES
 from ..core.layouts import shared_layouts
 from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
-from ..files.codec import NO_DIGEST, VERSION, decode_metadata, encode_metadata, table_to_record
+from ..files.codec import NO_DIGEST, VERSION, decode_metadata, encode_metadata
 from ..files.datafile import FORMAT, DataFileInfo, EntryKind, FileLayout, FileTable, escaped_key, split_in_parts
 from ..files.metadata import INLINE_BYTES, INLINE_TOTAL_BYTES, FileInfo, Metadata, SaveInfo, save_members
 from ..files.names import DEFAULT_SUFFIX, data_file_name, metadata_name
+from ..files.tables import table_to_record
 from ..tree.paths import flat_keys
 from .plan import ExportFile, ExportTensor, OwnHeader, divide_files, fill_files
 

@@ -168,12 +168,11 @@ class Batch(Segments):
     name: Callable[[int], str]
 
     def take(self, first: int, last: int, data: Bytes1D) -> None:
-        """See :class:`Segments`."""
         starts, addresses = self.starts[first:last] - self.starts[first], self.addresses[first:last]
         hand_out(self.kinds, self.kind[first:last], starts, addresses, data, lambda i: self.name(first + i))
 
     def take_zeros(self, first: int, last: int) -> None:
-        """See :class:`Segments`. Neighbours in a target are one: each column by itself would take far more time."""
+        # Neighbours in a target are one: each column by itself would take far more time.
         boxes: list[tuple[tuple[Any, ...], Box]] = []
         for number, address in zip(self.kind[first:last].tolist(), self.addresses[first:last].tolist(), strict=True):
             kind = self.kinds.one(number)

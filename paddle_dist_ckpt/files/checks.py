@@ -35,9 +35,6 @@ class _Checks(Segments):
 
     problems: list[tuple[int, str]] = field(default_factory=list)
 
-    def take_zeros(self, first: int, last: int) -> None:
-        """See :class:`Segments`."""
-
     def _read(self, first: int, last: int, buffers: Buffers, progress: Callable[[int], None]) -> None:
         start = int(self.starts[first])
         stop = start + self._span(first, last)

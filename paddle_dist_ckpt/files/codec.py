@@ -1,4 +1,4 @@
-"""How the shard table and the `.metadata` file are stored.
+"""How the `.metadata` file is stored.
 
 The file is two lines. The first is a small JSON object: format, version, required features, the length of the second,
 the xxh3_64 digest of the file. The second is the JSON body (:class:`_Body`). Decoding is typed, and every size in the
@@ -8,28 +8,23 @@ specification.
 
 from __future__ import annotations
 
-import itertools
-import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 import xxhash
 
-from ..core.columns import Column, IntArray, column_size, narrow, pack_column, unpack_column
 from ..core.decoding import MOST_COST, decoding, finite_float, json_cost
-from ..core.dtypes import DTYPES
 from ..core.garbage import no_collections
-from ..core.layouts import Layout, LayoutRecord
-from ..core.shards import Kind, ShardTable
+from ..core.shards import ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError
-from ..tree.paths import Containers, ListIndex, TupleIndex, occurs, own_among, parse_path
+from ..tree.paths import own_among
 from ..tree.values import from_jsonable
 from .metadata import FileInfo, Metadata, SaveInfo, save_members
 from .names import parse_data_file
 from .room import Room, check_values_fit, is_too_much, record_cost
+from .tables import TableRecord, check_leaves, check_room, table_from_record, table_to_record
 from .times import SaveTimes
 
 __all__ = [
@@ -38,16 +33,12 @@ __all__ = [
     "NO_DIGEST",
     "VERSION",
     "Note",
-    "TableRecord",
     "check_block_bytes",
-    "check_room",
     "decode_head",
     "decode_metadata",
     "decode_note",
     "digest_around",
     "encode_metadata",
-    "table_from_record",
-    "table_to_record",
 ]
 
 FORMAT = "paddle_dist_ckpt.metadata"
@@ -56,12 +47,6 @@ HEAD_START = b'{"format":"' + FORMAT.encode() + b'"'
 VERSION = (1, 0)
 MAX_HEAD_BYTES = 4096
 NO_DIGEST = "0" * 16
-_MAX_PARTS = 256  # more than a state_dict that can be saved has levels
-_LEAST_ENTRY = 48  # bytes that a shard needs in the header of its file, whatever its name and shape
-_FEW_EDGES = 1 << 21  # offsets of shards, one a dimension
-_EDGES = 4  # and for each shard
-_INT64 = range(-(2**63), 2**63)
-_MAX_TOTAL_BYTES = 2**60
 PER_RANK = "per_rank"
 FEATURES = frozenset({PER_RANK})
 
@@ -75,19 +60,6 @@ class _EncodedTable(NamedTuple):
 
 
 _TABLES: weakref.WeakKeyDictionary[ShardTable, _EncodedTable] = weakref.WeakKeyDictionary()
-
-
-class TableRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A :class:`ShardTable` as it is stored or sent. ``names`` is empty where no tensor has one."""
-
-    paths: list[str]
-    dtypes: list[str]
-    dtype: Column
-    kind: Column
-    layouts: list[LayoutRecord]
-    layout: Column
-    shard_file: Column
-    names: list[str | None] = []
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -136,124 +108,10 @@ _NOTE_DECODER = msgspec.json.Decoder(Note)
 _USER_DECODER = msgspec.json.Decoder(float_hook=finite_float)
 
 
-def table_to_record(table: ShardTable) -> TableRecord:
-    """A table in the form in which it is stored."""
-    used = [dtype.name for dtype in table.dtype_list]
-    names = sorted(used)
-    place = np.array([names.index(name) for name in used], np.int64)
-    return TableRecord(
-        paths=table.paths,
-        dtypes=names,
-        dtype=pack_column(place[table.dtype_of]),
-        kind=pack_column(table.kinds),
-        layouts=[layout.to_record() for layout in table.layouts],
-        layout=pack_column(table.layout_of),
-        shard_file=pack_column(table.shard_file),
-        names=table.names if table.names.count(None) < len(table.names) else [],
-    )
-
-
-def table_from_record(record: TableRecord, files: int) -> ShardTable:
-    """The table that was stored.
-
-    Raises:
-        CheckpointCorruptedError: it contradicts itself.
-    """
-    tensors = len(record.paths)
-    unknown = [name for name in record.dtypes if name not in DTYPES]
-    if unknown or len(record.names) not in (0, tensors):
-        raise CheckpointCorruptedError(f"the tensor table is not well-formed (unknown dtypes: {unknown[:5]})")
-    _check_paths(record.paths)
-    dtype = unpack_column(record.dtype, tensors, len(record.dtypes), "column dtype")
-    kinds = unpack_column(record.kind, tensors, len(Kind), "column kind")
-    layout_of = unpack_column(record.layout, tensors, len(record.layouts), "column layout")
-    shards = column_size(record.shard_file, "column shard_file")
-    layouts = _bounded_layouts(record.layouts, layout_of, shards)
-    shard_file = narrow(unpack_column(record.shard_file, shards, files, "column shard_file"))
-    known = [DTYPES[name] for name in record.dtypes]
-    names: list[str | None] = list(record.names) or [None] * tensors
-    table = ShardTable(record.paths, [known[i] for i in dtype.tolist()], kinds, layouts, layout_of, shard_file, names)
-    if float(table.shard_bytes.sum(dtype=np.float64)) > _MAX_TOTAL_BYTES:
-        raise CheckpointCorruptedError("the tensor table claims more bytes than any storage has")
-    return table
-
-
 def check_block_bytes(size: int) -> None:
     """Refuse a block size that :class:`SaveOptions` would not let anybody write."""
     if not 4096 <= size <= 64 << 20 or size & (size - 1):
         raise CheckpointCorruptedError(f"checksums of blocks of {size} bytes")
-
-
-def check_room(table: ShardTable, files: Sequence[FileInfo]) -> None:
-    """Refuse a table of more shards, or larger ones, than its files have room for."""
-    shards = np.bincount(table.shard_file, minlength=len(files)).tolist()
-    for info, data_bytes, count in zip(files, table.file_bytes(len(files)).tolist(), shards, strict=True):
-        if info.size < 8 + data_bytes + _LEAST_ENTRY * count:
-            raise CheckpointCorruptedError(
-                f"{info.name}: {info.size} bytes, too few for {count} shards of {data_bytes}"
-            )
-
-
-def _check_leaves(paths: Sequence[str]) -> None:
-    """Refuse leaves that are twice there or below each other, and list places that whole lists do not have."""
-    _check_paths(sorted(paths))
-    containers = Containers.of(paths)
-    if containers.too_many:
-        raise CheckpointCorruptedError("more containers than paths of that length lead through")
-    if containers.leaves:
-        raise CheckpointCorruptedError("a path is a leaf and a container")
-    if containers.mixed:
-        raise CheckpointCorruptedError("a path is a dict and a list")
-    if containers.too_long:
-        raise CheckpointCorruptedError("lists with far more places than are stored")
-    listed = occurs("~l", paths) or occurs("~t", paths)
-    for path in [p for p in paths if "~l" in p or "~t" in p] if listed else []:
-        if any(isinstance(part, (ListIndex, TupleIndex)) and part.at >= len(paths) for part in parse_path(path)):
-            raise CheckpointCorruptedError(f"{path[:100]}: an index in a list that is larger than all that is stored")
-
-
-def _check_paths(paths: Sequence[str]) -> None:
-    if _are_plain(paths):
-        return
-    try:
-        for path in paths:
-            if path.count("/") > _MAX_PARTS:
-                raise ValueError(f"a path of more than {_MAX_PARTS} parts: {path[:80]}")
-            plain = "~" not in path and path.startswith("/")
-            if not plain and any(type(part) is int and part not in _INT64 for part in parse_path(path)):
-                raise ValueError(f"a key of more than 64 bits: {path[:80]}")
-    except ValueError as error:
-        raise CheckpointCorruptedError(str(error)[:200]) from error
-    if any(a >= b for a, b in itertools.pairwise(paths)):
-        raise CheckpointCorruptedError("the paths of the tensor table are not in ascending order")
-
-
-def _are_plain(paths: Sequence[str]) -> bool:
-    """A quick test for paths in ascending order that need no closer look; False says nothing."""
-    return not paths or (
-        paths[0] >= "/"
-        and paths[-1] < "0"  # the character after "/"; so all between begin with "/"
-        and all(map(operator.lt, paths, itertools.islice(paths, 1, None)))
-        and max(map(len, paths)) <= _MAX_PARTS
-        and not occurs("~", paths)
-    )
-
-
-def _bounded_layouts(records: list[LayoutRecord], layout_of: IntArray, shards: int) -> list[Layout]:
-    """The layouts, if together they have just ``shards`` shards; no layout may be larger than what is left of them."""
-    uses = np.bincount(layout_of, minlength=len(records)).tolist()
-    if 0 in uses:
-        raise CheckpointCorruptedError("the tensor table has a layout that no tensor uses")
-    layouts, left = [], shards
-    for record, count in zip(records, uses, strict=True):
-        layout = Layout.from_record(record, left // count)
-        left -= len(layout.parts) * count
-        layouts.append(layout)
-    if sum(len(layout.parts) * len(layout.shape) for layout in layouts) > _FEW_EDGES + _EDGES * shards:
-        raise CheckpointCorruptedError("the tensor table has shards of more dimensions than tensors are cut in")
-    if left:
-        raise CheckpointCorruptedError(f"the tensor table has {shards} shards, its layouts {shards - left}")
-    return layouts
 
 
 def encode_metadata(metadata: Metadata, value_cost: int = 0) -> bytes:
@@ -390,7 +248,7 @@ def _metadata_of(body: _Body, cost: int) -> Metadata:
     if body.world_size < 1 or len(named) < len(body.files) or not all(f.digest for f in body.files):
         raise CheckpointCorruptedError("world size or file list out of bounds")
     msgspec.msgpack.encode((body.world_size, body.files, body.values))  # raises if numbers are too large for messages
-    _check_leaves([*body.tensors.paths, *(path for path, _ in body.values)])
+    check_leaves([*body.tensors.paths, *(path for path, _ in body.values)])
     table = table_from_record(body.tensors, len(body.files))
     check_room(table, body.files)
     if body.times is not None:

@@ -45,10 +45,8 @@ class _Copying(Segments):
     keeps_holes: bool
 
     def take(self, first: int, last: int, data: Bytes1D) -> None:
-        """See :class:`Segments`."""
         self.target.write(data, self.file.data_start + int(self.starts[first]))
 
     def take_zeros(self, first: int, last: int) -> None:
-        """See :class:`Segments`."""
         if not self.keeps_holes:
             Segments.take_zeros(self, first, last)

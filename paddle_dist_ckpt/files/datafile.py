@@ -30,10 +30,11 @@ from ..core.decoding import decoding, finite_float
 from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
-from .codec import NO_DIGEST, VERSION, TableRecord, check_block_bytes, digest_around
+from .codec import NO_DIGEST, VERSION, check_block_bytes, digest_around
 from .header import DIGEST_AT, MAX_HEADER_BYTES, read_header_digests, read_header_metadata
 from .metadata import FileInfo
 from .room import Room, record_cost
+from .tables import TableRecord
 
 __all__ = [
     "FORMAT",

@@ -161,7 +161,6 @@ class _Parts(Segments):
         return cls(parts[0].entry.file, block_bytes, starts, stops, blocks, lambda i: parts[i].entry.key, parts)
 
     def straight(self, segment: int) -> tuple[Bytes1D, int] | None:
-        """See :class:`Segments`."""
         part = self.parts[segment]
         spans = []  # the first byte, the one behind the last, and where they go
         for consumer in part.consumers:
@@ -179,7 +178,6 @@ class _Parts(Segments):
         return bytes_at(address, spans[-1][1] - first), first - part.start
 
     def take(self, first: int, last: int, data: Bytes1D) -> None:
-        """See :class:`Segments`."""
         for i in range(first, last):
             part, at = self.parts[i], int(self.starts[i] - self.starts[first])
             size = part.entry.dtype.itemsize
@@ -191,7 +189,6 @@ class _Parts(Segments):
                 at = stop
 
     def take_zeros(self, first: int, last: int) -> None:
-        """See :class:`Segments`."""
         for part in self.parts[first:last]:
             dtype = part.entry.dtype
             for box in cut_flat_range(part.entry.shape, part.start // dtype.itemsize, part.stop // dtype.itemsize):

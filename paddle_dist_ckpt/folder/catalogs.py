@@ -15,9 +15,9 @@ from ..core.garbage import no_collections
 from ..core.layouts import shared_layouts
 from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, UnsupportedValueError
-from ..files.codec import table_to_record
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import is_ours, metadata_id
+from ..files.tables import table_to_record
 from ..readers import READERS
 from ..readers.catalog import Catalog, Reader
 from ..readers.checks import is_text

@@ -19,11 +19,12 @@ from ..core.dtypes import DType
 from ..core.layouts import Layout
 from ..core.shards import ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from ..files.codec import check_room, decode_metadata, encode_metadata, table_from_record, table_to_record
+from ..files.codec import decode_metadata, encode_metadata
 from ..files.datafile import DataFileInfo, read_info
 from ..files.metadata import FileInfo, Metadata, save_members
 from ..files.names import metadata_name, parse_data_file
 from ..files.room import Room, bytes_on_disk
+from ..files.tables import check_room, table_from_record, table_to_record
 from ..storage.base import Storage
 from .catalogs import ids_beside
 from .claims import EXPIRY, claimed_saves

@@ -14,8 +14,8 @@ from ..core.cached import cached_property
 from ..core.columns import Mask, numbered, pack_column
 from ..core.parts import Arranged
 from ..core.shards import Kind
-from ..files.codec import table_to_record
 from ..files.metadata import Metadata
+from ..files.tables import table_to_record
 from ..tree.name_match import NameMatch
 from ..tree.names import Names, may_be_of_run, may_be_optimizers, may_end_in_name
 from ..tree.paths import is_own, plain_key

@@ -9,8 +9,8 @@ import msgspec
 from ..core.columns import Column
 from ..core.messages import prepare
 from ..core.parts import Arranged
-from ..files.codec import TableRecord
 from ..files.metadata import FileInfo
+from ..files.tables import TableRecord
 from ..storage.base import FolderIdentity
 from ..tree.paths import plain_key
 from .wording import LEFT, NOT_STORED, SET

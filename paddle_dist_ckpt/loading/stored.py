@@ -10,10 +10,10 @@ import numpy as np
 from ..core.columns import IntArray, narrow, pieces_of, unpack_column
 from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError
-from ..files.codec import table_from_record
 from ..files.metadata import FileInfo
 from ..files.reader import StoredEntry
 from ..files.runs import OpenFile
+from ..files.tables import table_from_record
 from ..tree.paths import plain_key
 from .messages import LoadAnswer
 

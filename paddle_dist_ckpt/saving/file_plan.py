@@ -14,7 +14,7 @@ from ..core.columns import IntArray, column_size, unpack_column, unpack_signed
 from ..core.layouts import shared_layouts
 from ..core.protocols import ControlSession
 from ..core.shards import ShardTable
-from ..files.codec import VERSION, table_to_record
+from ..files.codec import VERSION
 from ..files.contents import Source
 from ..files.datafile import (
     FORMAT,
@@ -26,6 +26,7 @@ from ..files.datafile import (
     split_in_parts,
 )
 from ..files.metadata import SaveInfo, save_members
+from ..files.tables import table_to_record
 from ..options import SaveOptions
 from ..tree.paths import plain_key
 from ..tree.values import to_jsonable

@@ -82,15 +82,12 @@ class NumpyAdapter(Adapter):
     tensor_types = frozenset([ShardedArray])
 
     def is_tensor(self, value: Any) -> bool:
-        """See :class:`..core.tensors.TensorAdapter`."""
         return isinstance(value, ShardedArray) or is_native_array(value)
 
     def names(self, tensors: Sequence[Any]) -> list[str | None]:
-        """See :class:`..core.tensors.TensorAdapter`."""
         return [None] * len(tensors)
 
     def view(self, value: Any, path: str) -> TensorView:
-        """See :class:`..core.tensors.TensorAdapter`."""
         if not isinstance(value, ShardedArray):
             return view_of_array(value)
         pieces, addresses = [], []
@@ -104,12 +101,10 @@ class NumpyAdapter(Adapter):
         return TensorView(geometry, tuple(addresses), value, None)
 
     def views(self, values: Sequence[Any], paths: Sequence[str] = ()) -> None:
-        """See :class:`..core.tensors.TensorAdapter`. They are looked at one by one."""
+        return None  # they are looked at one by one
 
     def identity(self, values: Sequence[Any], addresses: Sequence[int]) -> ArrayIdentity | None:
-        """See :class:`..core.tensors.TensorAdapter`."""
         return ArrayIdentity.of(values)
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
-        """See :class:`..core.tensors.TensorAdapter`."""
         return np.empty(shape, arithmetic_dtype(dtype))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..control.ranks import NoTransport
 from ..core.memory import Bytes1D
 from ..core.protocols import Transport
 from ..storage import LocalStorage
@@ -164,7 +165,7 @@ class _FaultyReadable:
         self._inner.close()
 
 
-class FaultyTransport:
+class FaultyTransport(NoTransport):
     """Implements :class:`paddle_dist_ckpt.core.protocols.Transport` by another, and says that all went well.
 
     Args:
@@ -175,7 +176,6 @@ class FaultyTransport:
 
     def __init__(self, inner: Transport, spoil: Callable[[str, int, Bytes1D, Bytes1D], None]) -> None:
         self._inner, self._spoil = inner, spoil
-        self.tried = True
 
     def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
         """Broadcast. ``spoil`` is called on the source as well, with equal bytes."""
@@ -195,16 +195,6 @@ class FaultyTransport:
         self._inner.exchange(outgoing, incoming, senders, most)
         for source, data in incoming.items():
             self._spoil("exchange", source, before[source], data)
-
-    def try_out(self) -> list[str]:
-        """Nothing fails."""
-        return []
-
-    def get_ready(self) -> None:
-        """Does nothing."""
-
-    def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
-        """Does nothing."""
 
     def abandon(self) -> None:
         """Abandon the other."""

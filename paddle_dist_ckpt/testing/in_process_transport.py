@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..control.ranks import NoTransport
 from ..core.memory import Bytes1D
 from ..errors import CheckpointError, CollectiveError
 
@@ -47,7 +48,7 @@ class Pipes:
             self._changed.notify_all()
 
 
-class InProcessTransport:
+class InProcessTransport(NoTransport):
     """Implements :class:`paddle_dist_ckpt.core.protocols.Transport` for a simulated rank; made by InProcessWorld.
 
     The source does not wait for the others.
@@ -57,7 +58,6 @@ class InProcessTransport:
         self._pipes = pipes
         self._rank = rank
         self._broken = threading.Event()
-        self.tried = True
 
     def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
         """See :class:`paddle_dist_ckpt.core.protocols.Transport`. Raises as :meth:`exchange` does."""
@@ -79,16 +79,6 @@ class InProcessTransport:
         nothing = np.zeros(0, np.uint8)
         for sender, size in senders:
             self._scatter(outgoing if sender == self._rank else {}, incoming.get(sender, nothing), size, sender)
-
-    def try_out(self) -> list[str]:
-        """Nothing fails."""
-        return []
-
-    def get_ready(self) -> None:
-        """Does nothing."""
-
-    def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
-        """Does nothing."""
 
     def _scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
         """Send to each rank its own part, of at most ``size`` bytes."""

@@ -25,7 +25,6 @@ from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, DType, arithmetic_dtype
 from paddle_dist_ckpt.core.shards import ShardTable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueError
-from paddle_dist_ckpt.files.codec import table_to_record
 from paddle_dist_ckpt.files.datafile import (
     DataFileInfo,
     EntryKind,
@@ -42,6 +41,7 @@ from paddle_dist_ckpt.files.holes import HoleBudget
 from paddle_dist_ckpt.files.metadata import FileInfo
 from paddle_dist_ckpt.files.room import Room
 from paddle_dist_ckpt.files.runs import open_data_file
+from paddle_dist_ckpt.files.tables import table_to_record
 from paddle_dist_ckpt.storage import LocalStorage
 from test.strategies import boxes_in, examples, shapes
 

@@ -22,15 +22,7 @@ from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.core.shards import Kind, ShardTable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
 from paddle_dist_ckpt.files import codec
-from paddle_dist_ckpt.files.codec import (
-    TableRecord,
-    decode_head,
-    decode_metadata,
-    decode_note,
-    encode_metadata,
-    table_from_record,
-    table_to_record,
-)
+from paddle_dist_ckpt.files.codec import decode_head, decode_metadata, decode_note, encode_metadata
 from paddle_dist_ckpt.files.metadata import (
     FileInfo,
     LocalTensorIndex,
@@ -38,6 +30,7 @@ from paddle_dist_ckpt.files.metadata import (
     Metadata,
     StorageInfo,
 )
+from paddle_dist_ckpt.files.tables import TableRecord, table_from_record, table_to_record
 from paddle_dist_ckpt.tree.paths import ListIndex
 from paddle_dist_ckpt.tree.values import to_jsonable
 from test.core.test_shards import tables
@@ -639,7 +632,7 @@ def test_keys_of_more_than_64_bits_are_refused(number: int) -> None:
 
 def test_shards_of_more_dimensions_than_tensors_are_cut_in_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decode_metadata(encode(small()), "3.metadata", 3).world_size == 2
-    monkeypatch.setattr(codec, "_FEW_EDGES", 0)
-    monkeypatch.setattr(codec, "_EDGES", 1)  # there are 7 shards of two dimensions, but for one
+    monkeypatch.setattr("paddle_dist_ckpt.files.tables._FEW_EDGES", 0)
+    monkeypatch.setattr("paddle_dist_ckpt.files.tables._EDGES", 1)  # there are 7 shards of two dimensions, but for one
     with pytest.raises(CheckpointCorruptedError, match="shards of more dimensions than tensors are cut in"):
         decode_metadata(encode(small()), "3.metadata", 3)

@@ -25,10 +25,10 @@ from paddle_dist_ckpt.core.memory import address_of, fresh_pages
 from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.files import contents, writer
 from paddle_dist_ckpt.files.block_hashes import BlockHashes
-from paddle_dist_ckpt.files.codec import TableRecord
 from paddle_dist_ckpt.files.contents import SnapshotContents, Source, TensorContents
 from paddle_dist_ckpt.files.datafile import FORMAT, DataFileInfo, EntryKind, FileTable, read_info
 from paddle_dist_ckpt.files.metadata import FileInfo
+from paddle_dist_ckpt.files.tables import TableRecord
 from paddle_dist_ckpt.files.writer import FileSave, bytes_ahead
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
 from paddle_dist_ckpt.storage import LocalStorage

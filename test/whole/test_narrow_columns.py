@@ -20,7 +20,7 @@ from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import MANY, pack_column
 from paddle_dist_ckpt.core.layouts import Layout, LayoutRecord
 from paddle_dist_ckpt.core.shards import ShardTable
-from paddle_dist_ckpt.files.codec import TableRecord, table_from_record
+from paddle_dist_ckpt.files.tables import TableRecord, table_from_record
 from paddle_dist_ckpt.folder import boxes
 from paddle_dist_ckpt.folder.boxes import BoxReader
 from paddle_dist_ckpt.loading import needs
