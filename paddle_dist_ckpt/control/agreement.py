@@ -118,13 +118,14 @@ class RefusingHub:
     Args:
         meeting: The hub of the group's first rank.
         error: What is wrong.
-        coordinator: What this rank named, to be told to those that named another.
+        *named: What this rank named as the coordinator, to be told to those that named another, unless it is the first
+            rank.
     """
 
-    def __init__(self, meeting: ControlHub, error: ValueError, coordinator: object) -> None:
+    def __init__(self, meeting: ControlHub, error: ValueError, *named: object) -> None:
         self._meeting = meeting
         self._error = error
-        self._coordinator = coordinator
+        self._named = "".join(f"{NAMED_COORDINATOR}{coordinator!r:.50}" for coordinator in named)
 
     def session(self, kind: str, timeout: float) -> NoReturn:
         """Fail in the next session.
@@ -132,8 +133,7 @@ class RefusingHub:
         Raises:
             ValueError: always.
         """
-        named = f"{kind}{NAMED_COORDINATOR}{self._coordinator!r:.50}"
-        with Ending(self._meeting.session(named, timeout)) as made, made:
+        with Ending(self._meeting.session(kind + self._named, timeout)) as made, made:
             raise self._error
 
     def appointments(self, topic: str, timeout: float) -> NoReturn:

@@ -72,10 +72,12 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     Attributes:
         attempt: Which of the coordinator's attempts to make its hub has failed.
         reason: Why, with the coordinator's rank.
+        is_value: Whether something is wrong with what the ranks were given, and not with the coordinator.
     """
 
     attempt: int
     reason: str
+    is_value: bool = False
 
 
 def local_address() -> str:
@@ -116,7 +118,8 @@ def publish(store: BootstrapStore, key: str, rendezvous: Rendezvous, coordinator
 def refuse(store: BootstrapStore, key: str, attempt: int, error: Exception) -> None:
     """Tell the other ranks that an attempt to make the hub has failed, if the store can be reached."""
     with contextlib.suppress(OSError, CheckpointError):
-        store.set(key, msgspec.msgpack.encode(Refusal(attempt, encodable(str(error)))))
+        refusal = Refusal(attempt, encodable(str(error)), isinstance(error, ValueError))
+        store.set(key, msgspec.msgpack.encode(refusal))
 
 
 def unreachable(coordinator: int, what: str, error: OSError) -> RankFailureError:
@@ -140,6 +143,7 @@ def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int, att
     Raises:
         CheckpointTimeoutError: the coordinator did not publish it within ``timeout`` seconds.
         RankFailureError: it could not make its hub; or the store cannot be reached any more.
+        ValueError: it did not, as something is wrong with what the ranks were given.
         CheckpointError: what it published is not understood here.
     """
     until = time.monotonic() + timeout
@@ -150,6 +154,8 @@ def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int, att
                 refusal = msgspec.msgpack.decode(value, type=Refusal)
             except (ValueError, msgspec.DecodeError):  # before msgspec 0.21 its own is none
                 break
+            if refusal.attempt >= attempt and refusal.is_value:
+                raise ValueError(refusal.reason)
             if refusal.attempt >= attempt:
                 raise RankFailureError(refusal.reason, {coordinator: CheckpointError(refusal.reason)})
             if time.monotonic() > until:

@@ -24,13 +24,13 @@ from paddle.base import core
 from paddle.distributed.communication.group import Group, _GroupManager
 
 from ..control import AgreedHub, RefusingHub, TcpHub
-from ..control.bootstrap import not_set_up, unreachable
+from ..control.bootstrap import not_set_up, refuse, unreachable
 from ..control.ranks import Ranks
 from ..control.session import SHORTEST_TIMEOUT
 from ..core.protocols import ControlHub
 from ..errors import CheckpointError, RankFailureError
 from ..options import as_integer
-from .job_secret import agreed_secret
+from .job_secret import NoSecretAtFirstError, agreed_secret
 from .transport import PaddleTransport, takes_host_memory
 
 __all__ = ["connect"]
@@ -141,6 +141,8 @@ class _Kept:
     """What is kept with a group: its transports, what is remembered from one save to the next, and for each coordinator
     the connection, the attempts at it, the hub, and a lock that is held while that is made.
 
+    ``unshared`` says why this rank can only tell the others that it has a secret.
+
     ``lock`` is held while a connection is made. It is the group's own: on another rank the groups' turns may differ.
     """
 
@@ -150,6 +152,7 @@ class _Kept:
     connections: dict[int, Ranks] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
     hubs: dict[int, TcpHub] = field(default_factory=dict)
+    unshared: ValueError | None = None
     making: dict[int, threading.Lock] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -164,6 +167,7 @@ def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: in
             hub: ControlHub
             if coordinator == members[0]:
                 hub = _hub(kept, group, members, rank, coordinator, timeout)
+                hub = hub if kept.unshared is None else RefusingHub(hub, kept.unshared)
             else:
                 meeting = _connection(group, members, rank, members[0], timeout).hub
                 make = functools.partial(_hub, kept, group, members, rank, coordinator)
@@ -203,7 +207,7 @@ def _hub(
             raise not_set_up(coordinator, timeout)
         try:
             if coordinator not in kept.hubs:
-                kept.hubs[coordinator] = _made_hub(attempts, group, members, rank, coordinator, timeout)
+                kept.hubs[coordinator] = _made_hub(kept, attempts, group, members, rank, coordinator, timeout)
             hub = kept.hubs[coordinator]
             hub.pass_over(attempts)
             hub.announce()  # if that failed before, others may have come to this one all the same
@@ -219,12 +223,20 @@ def _hub(
 
 
 def _made_hub(
-    attempts: int, group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float
+    kept: _Kept, attempts: int, group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float
 ) -> TcpHub:
     key = f"{_ATTRIBUTE}/{group.id}/{'-'.join(map(str, members))}/{coordinator}"
     try:
         store = _PaddleStore(timeout)
         secret = agreed_secret(store, f"{key}/secret/{attempts}", rank, members, timeout)
+    except NoSecretAtFirstError as error:
+        if coordinator != members[0]:
+            raise
+        kept.unshared, secret = ValueError(str(error)), b""
+    except ValueError as error:
+        if rank == coordinator:
+            refuse(store, key, attempts, error)  # ranks that have no secret wait for the hub
+        raise
     except OSError as error:
         raise unreachable(coordinator, "was lost before its control hub was known", error) from error
     return TcpHub(

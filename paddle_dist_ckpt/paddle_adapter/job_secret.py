@@ -12,7 +12,7 @@ from ..control.bootstrap import BootstrapStore
 from ..core.text import ranks_text
 from ..errors import CheckpointTimeoutError
 
-__all__ = ["SECRET_FILE", "agreed_secret"]
+__all__ = ["SECRET_FILE", "NoSecretAtFirstError", "agreed_secret"]
 
 SECRET_FILE = "PADDLE_DIST_CKPT_SECRET_FILE"
 """Environment variable: a file with a secret of the job's, without which nobody takes part in its saves and loads.
@@ -22,21 +22,30 @@ comes first, and under a trainer the calls are not the user's.
 """
 _SHORTEST, _LONGEST = 16, 1 << 16
 _logger = logging.getLogger("paddle_dist_ckpt")
-_FINE, _REFUSED, _SILENT = b"+", b"-", b"?"
+_FINE, _REFUSED, _SILENT, _NONE = b"+", b"-", b"?", b"0"
+
+
+class NoSecretAtFirstError(ValueError):
+    """This rank has a secret, and the group's first one has none; so it takes part only to tell the others of that."""
 
 
 def agreed_secret(store: BootstrapStore, key: str, rank: int, ranks: Sequence[int], timeout: float) -> bytes:
     """The job's secret, for the control hubs; empty if it has none.
 
-    Where there is to be one, each rank tells the first one whether it has it, through the store, and hears from it
-    whether all have.
+    Each rank tells the first one whether it has it, through the store. Where there is to be one, it hears from the
+    first rank whether all have; where there is none, nobody waits.
 
     Raises:
-        ValueError: on all ranks: there is to be one, but some rank cannot read it, or it is too short to be one.
+        NoSecretAtFirstError: this rank has one, and the first rank none.
+        ValueError: on all ranks that have one: some rank has none, or cannot read it, or it is too short to be one.
         CheckpointTimeoutError: some rank has not said whether it has it.
     """
     name = os.environ.get(SECRET_FILE)
     if not name:
+        if rank == ranks[0]:
+            store.set(f"{key}/all", _NONE)
+        else:
+            store.set(f"{key}/{rank}", f"rank {rank}: {_unset(ranks[0])}".encode())
         return b""
     secret, problem = b"", b""
     try:
@@ -60,7 +69,14 @@ def agreed_secret(store: BootstrapStore, key: str, rank: int, ranks: Sequence[in
         )
     if verdict[:1] == _REFUSED:
         raise ValueError(verdict[1:].decode())
+    if verdict[:1] == _NONE:
+        raise NoSecretAtFirstError(f"rank {ranks[0]}: {_unset(rank)}")
     return secret
+
+
+def _unset(rank: int) -> str:
+    """What is wrong with a rank that has no secret, where this one has."""
+    return f"${SECRET_FILE} is not set, as it is on rank {rank}; set it on all ranks, or on none"
 
 
 def _verdict(store: BootstrapStore, key: str, ranks: Sequence[int], own: bytes, timeout: float) -> bytes:

@@ -240,3 +240,11 @@ def save_with_secrets(path: str, secrets: list[str]) -> list[Outcome]:
         return outcome_of(lambda: save_state_dict({"x": 1}, path, None, coordinator, options=options))
 
     return [save_with(secrets[0], 0), save_with(secrets[dist.get_rank()], 1)]
+
+
+def save_with_secret_on(path: str, secret: str, having: list[int]) -> list[Outcome]:
+    """Save twice, with a secret on some ranks alone."""
+    if dist.get_rank() in having:
+        os.environ["PADDLE_DIST_CKPT_SECRET_FILE"] = secret
+    options = SaveOptions(timeout=60)
+    return [outcome_of(lambda: save_state_dict({"x": 1}, path, options=options)) for _ in range(2)]

@@ -269,6 +269,25 @@ def test_ranks_with_different_secrets(tmp_path: Path) -> None:
     assert "who said to be rank 0 had another control secret" in alone.message
 
 
+@pytest.mark.parametrize(
+    ("having", "words"),
+    [
+        ([0, 2], "rank 1: $PADDLE_DIST_CKPT_SECRET_FILE is not set, as it is on rank 0; set it on all ranks"),
+        ([1, 2], "rank 0: $PADDLE_DIST_CKPT_SECRET_FILE is not set, as it is on rank "),
+    ],
+)
+def test_all_ranks_hear_at_once_that_some_have_no_secret(tmp_path: Path, having: list[int], words: str) -> None:
+    (tmp_path / "secret").write_text("s" * 20)
+    with FreshRanks(3, cases.save_with_secret_on, str(tmp_path / "c"), str(tmp_path / "secret"), having) as ranks:
+        ends = ranks.wait()
+    assert [end.exit_code for end in ends] == [0] * 3, logs_of(ends)
+    for outcome in (outcome for end in ends for outcome in end.result):
+        assert outcome.error == "ValueError", outcome
+        assert words in outcome.message
+        assert outcome.seconds < SOON
+    assert list_checkpoints(tmp_path / "c") == []
+
+
 @pytest.mark.parametrize(("content", "words"), [(None, "cannot be read"), (b"short", "has 5 bytes")])
 def test_all_ranks_hear_of_one_whose_secret_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, words: str
