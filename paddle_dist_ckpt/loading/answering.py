@@ -18,7 +18,7 @@ from ..files.metadata import Metadata
 from ..files.tables import table_to_record
 from ..tree.name_match import NameMatch
 from ..tree.names import Names, may_be_of_run, may_be_optimizers, may_end_in_name
-from ..tree.paths import is_own, plain_key
+from ..tree.paths import containers_of, is_own, plain_key
 from .flat_keys import FlatKeys
 from .hints import Hints
 from .key_map import matcher, path_of_key
@@ -200,14 +200,15 @@ class Answering:
     def nothing_asked(self, tensors_of_ranks: Sequence[str]) -> dict[str, int]:
         """Containers of which a rank's state_dict has no tensors and no rank asks for one, by flat key: how many the
         checkpoint has there. The paths of all tensors in ranks' state_dicts are given."""
-        without = sorted(self._values.without_tensors)
-        found, asked, is_value = {}, self.asked if without else set(), self._stored.is_value
-        for path in without:
+        found, asked, is_value = {}, self.asked if self._values.without_tensors else set(), self._stored.is_value
+        for path in sorted(self._values.without_tensors):
             tensors = [stored for stored in self._stored.below(path) if not is_value(stored) and not is_own(stored)]
-            has_some = any(tensor.startswith(f"{path}/") for tensor in tensors_of_ranks)
-            if tensors and not has_some and asked.isdisjoint(tensors):
-                found[plain_key(path)] = len(tensors)
-        return found
+            if tensors and asked.isdisjoint(tensors):
+                found[path] = len(tensors)
+        here = containers_of(tensors_of_ranks) if found else set()
+        if tensors_of_ranks:
+            here.add("")  # of all of a state_dict
+        return {plain_key(path): count for path, count in found.items() if path not in here}
 
     def what_is(self, key: str) -> str:
         """What the checkpoint has at a flat key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from paddle_dist_ckpt import LoadOptions, StateDictMismatchError, stored
 from test.jobs import errors_of, load_alone, load_on, save_alone, try_load
+from test.pace import slowness
 
 LAYER = {"weight": (3, 2), "bias": (2,)}
 
@@ -261,6 +263,14 @@ def test_an_empty_dict_is_no_mistake_where_nothing_is_stored_or_something_is_ask
     load_on([{"model": state(), "optimizer": {}}, MOMENTS], tmp_path / "c")  # a rank that has none of its own
     load_on([{}, MOMENTS], tmp_path / "c")
     assert caplog.records == []
+
+
+def test_very_many_empty_dicts_beside_many_tensors_take_no_time(tmp_path: Path) -> None:
+    tensors = state("", {str(i): (1,) for i in range(10_000)})
+    save_alone(tensors, tmp_path)
+    start = time.process_time()
+    load_alone({**tensors, "none": {str(i): {} for i in range(5000)}}, tmp_path)
+    assert time.process_time() - start < 4 * slowness()
 
 
 def test_strict_all_says_why_an_optimizers_entries_are_not_asked_for(tmp_path: Path) -> None:
