@@ -1,8 +1,8 @@
 """Distributed checkpoints for PaddlePaddle: save on one layout, load on any other.
 
-The public names are in :mod:`.api`, :mod:`.one_call`, :mod:`.export_calls`, :mod:`.gathering`, :mod:`.drop_in`,
-:mod:`.manager`, :mod:`.options`, :mod:`.recipes`, :mod:`.reports`, :mod:`.errors`, :mod:`.storage`,
-:mod:`.files.metadata`, :mod:`.saving.async_save` and :mod:`.tree.state_dict`.
+The public names are in :mod:`.api`, :mod:`.one_call`, :mod:`.export_calls`, :mod:`.folder_calls`, :mod:`.recipe_calls`,
+:mod:`.gathering`, :mod:`.drop_in`, :mod:`.manager`, :mod:`.options`, :mod:`.recipes`, :mod:`.reports`, :mod:`.errors`,
+:mod:`.storage`, :mod:`.files.metadata`, :mod:`.saving.async_save` and :mod:`.tree.state_dict`.
 Importing the package does not import paddle. What the public names stand for is imported when the first of them is
 used, so that the command line need not wait for all of it.
 """

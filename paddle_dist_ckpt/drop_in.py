@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .api import load_merged_state_dict, read_metadata
+from .api import load_merged_state_dict
+from .arguments import checked
 from .control.ranks import Ranks
 from .errors import CheckpointNotFoundError
 from .export_calls import export_request
@@ -24,7 +25,8 @@ from .folder.checkpoint import why_unknown
 from .folder.foreign import Format, look
 from .folder.ids import NO_FOLDER
 from .folder.selection import Selection, unread, warn_of_unread
-from .options import LoadOptions, SaveOptions, checked
+from .folder_calls import read_metadata
+from .options import LoadOptions, SaveOptions
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .state_exports import export_filled_with

@@ -6,11 +6,12 @@ import os
 from collections.abc import Collection
 from typing import Any
 
+from .arguments import as_integer, checked, refuse_unused, takes
 from .core.dtypes import DTYPES
 from .core.text import encodable
 from .exporting.formats import FORMATS, ExportRequest
 from .folder.selection import checked_keys
-from .options import LoadOptions, SaveOptions, as_integer, checked, refuse_unused, takes
+from .options import LoadOptions, SaveOptions
 from .recipes import dtype_name
 from .reports import ExportReport
 from .state_exports import export_state_with

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .arguments import as_integer, takes
 from .control.rounds import check_same
 from .core.protocols import ControlSession
 from .loading.collecting import collect, keys_of_own
@@ -19,7 +20,7 @@ from .loading.load import load
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
 from .loading.whole import load_on
-from .options import LoadOptions, SaveOptions, as_integer, takes
+from .options import LoadOptions, SaveOptions
 from .reports import LoadReport
 from .saving.present import Filled, present
 from .tree.building import build_tree

@@ -13,13 +13,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .arguments import as_integer
 from .errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
 from .files.metadata import Metadata
 from .folder.catalogs import foreign_ids
 from .folder.checkpoint import Restarts, read_checkpoint
 from .folder.ids import metadata_ids
 from .folder.selection import Selection
-from .options import LoadOptions, SaveOptions, as_integer
+from .options import LoadOptions, SaveOptions
 from .reports import SaveReport, loaded_line
 from .storage import Storage, as_source
 from .tree.state_dict import Adapter
@@ -77,13 +78,13 @@ def save(
         >>> save("latest", model, optimizer, others={"epoch": 3}).unique_id  # a later save replaces it
         0
     """
-    from .paddle_adapter import replicas
+    from .paddle_adapter import arguments
 
     options = SaveOptions()
-    ranks = connected(group, replicas.first_rank(group), options)
+    ranks = connected(group, arguments.first_rank(group), options)
 
     def find() -> tuple[dict[Any, Any], Adapter]:
-        state = {"model": replicas.layers(model), **_objects(None, optimizer)}
+        state = {"model": arguments.layers(model), **_objects(None, optimizer)}
         return paddles(ranks, {**state, **_checked_others(others)}, of_any_mode=True)()
 
     report = save_with(ranks, find, path, _UNIQUE_ID, False, options, kind="save")
@@ -142,16 +143,16 @@ def load(
         >>> load("latest", paddle.nn.Linear(4, 2))["epoch"]  # fills the layer
         3
     """
-    from .paddle_adapter import replicas
+    from .paddle_adapter import arguments
 
-    storage, threads, place = as_source(path), _checked_threads(nthreads), replicas.place_of(map_location)
+    storage, threads, place = as_source(path), _checked_threads(nthreads), arguments.place_of(map_location)
     objects = _objects(model, optimizer)
     asked = checked_id(unique_id)
     chosen = _default_id(storage) if asked is None else asked
     if not objects:
         return load_whole(storage, chosen, Selection(), False, LoadOptions(), place, threads)
     others = _load_into(objects, storage, chosen, place, threads)
-    return {**{name: replicas.each(value, replicas.state_of) for name, value in objects.items()}, **others}
+    return {**{name: arguments.each(value, arguments.state_of) for name, value in objects.items()}, **others}
 
 
 def model_state_dict(
@@ -182,9 +183,9 @@ def model_state_dict(
         >>> state = paddle_dist_ckpt.load("checkpoint")
         >>> taken = model.set_state_dict(paddle_dist_ckpt.model_state_dict(state["model"], model))
     """
-    from .paddle_adapter import replicas, run_names
+    from .paddle_adapter import arguments, run_names
 
-    layer = replicas.layers(model)
+    layer = arguments.layers(model)
     if isinstance(layer, (list, tuple)):
         raise TypeError("model must be a paddle.nn.Layer; call this for each of several")
     return run_names.model_state_of_run(_checked_mapping(loaded), layer, frozen, variable_names)
@@ -221,12 +222,12 @@ def optimizer_state_dict(loaded: Mapping[str, Any], model: Any, optimizer: Any) 
         >>> state = paddle_dist_ckpt.load("checkpoint")
         >>> optimizer.set_state_dict(paddle_dist_ckpt.optimizer_state_dict(state["optimizer"], model, optimizer))
     """
-    from .paddle_adapter import replicas, run_names
+    from .paddle_adapter import arguments, run_names
 
     if isinstance(optimizer, (list, tuple)):
         raise TypeError("optimizer must be one optimizer; call this for each of several")
-    one = replicas.optimizers(optimizer)
-    return run_names.optimizer_state_of_run(_checked_mapping(loaded), replicas.layers(model), one)
+    one = arguments.optimizers(optimizer)
+    return run_names.optimizer_state_of_run(_checked_mapping(loaded), arguments.layers(model), one)
 
 
 def _checked_mapping(loaded: Any) -> Mapping[str, Any]:
@@ -294,11 +295,11 @@ def _fill(objects: dict[str, Any], storage: Storage, metadata: Metadata, threads
 def _keys_at_top(objects: dict[str, Any], metadata: Metadata) -> Callable[[str], str]:
     """Where a checkpoint has a model's entries at the top: without our ``model.``; but what is part of a larger model
     may be stored there under its name in that one, which is often ``model.`` too."""
-    from .paddle_adapter import replicas
+    from .paddle_adapter import arguments
 
     stored = {metadata.key(path) for path in metadata.table.paths}
     model = objects.get("model")
-    own = set() if model is None or isinstance(model, (list, tuple)) else set(replicas.state_of(model))
+    own = set() if model is None or isinstance(model, (list, tuple)) else set(arguments.state_of(model))
 
     def stored_key(key: str) -> str:
         at_top = key.removeprefix("model.")
@@ -319,9 +320,9 @@ def _load_others(metadata: Metadata, storage: Storage, place: str | None, thread
 
 def _objects(model: Any, optimizer: Any) -> dict[str, Any]:
     """The checked ones of those that are not None, under the keys at which they are saved."""
-    from .paddle_adapter import replicas
+    from .paddle_adapter import arguments
 
-    kinds = {"model": (model, replicas.layers), "optimizer": (optimizer, replicas.optimizers)}
+    kinds = {"model": (model, arguments.layers), "optimizer": (optimizer, arguments.optimizers)}
     return {name: checked(given) for name, (given, checked) in kinds.items() if given is not None}
 
 

@@ -4,15 +4,9 @@
 from __future__ import annotations
 
 from .api import (
-    copy_checkpoint as copy_checkpoint,
-    delete_checkpoint as delete_checkpoint,
-    list_checkpoints as list_checkpoints,
     load_merged_state_dict as load_merged_state_dict,
     load_state_dict as load_state_dict,
-    read_metadata as read_metadata,
-    rebuild_metadata as rebuild_metadata,
     save_state_dict as save_state_dict,
-    verify as verify,
 )
 from .drop_in import install as install, uninstall as uninstall
 from .errors import (
@@ -34,6 +28,14 @@ from .files.metadata import (
     Metadata as Metadata,
     StorageInfo as StorageInfo,
 )
+from .folder_calls import (
+    copy_checkpoint as copy_checkpoint,
+    delete_checkpoint as delete_checkpoint,
+    list_checkpoints as list_checkpoints,
+    read_metadata as read_metadata,
+    rebuild_metadata as rebuild_metadata,
+    verify as verify,
+)
 from .gathering import gather_state_dict as gather_state_dict, scatter_state_dict as scatter_state_dict
 from .manager import CheckpointManager as CheckpointManager
 from .one_call import (
@@ -45,7 +47,8 @@ from .one_call import (
     set_rng_state as set_rng_state,
 )
 from .options import LoadOptions as LoadOptions, SaveOptions as SaveOptions
-from .recipes import Recipe as Recipe, concat as concat, split as split, stack as stack, stored as stored
+from .recipe_calls import concat as concat, split as split, stack as stack, stored as stored
+from .recipes import Recipe as Recipe
 from .reports import (
     ExportReport as ExportReport,
     LoadReport as LoadReport,

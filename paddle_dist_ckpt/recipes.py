@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields, replace
 from types import EllipsisType
 from typing import Any, TypeVar
 
+from .arguments import as_integer
+
 __all__ = [
     "Cast",
     "Concat",
@@ -24,15 +26,12 @@ __all__ = [
     "SplitPart",
     "Squeezed",
     "Unsqueezed",
-    "concat",
     "distinct_text",
     "dtype_name",
     "filled",
     "fold",
+    "integer",
     "placeholders",
-    "split",
-    "stack",
-    "stored",
     "stored_keys",
     "text_of",
     "texts_and_placeholders",
@@ -55,15 +54,6 @@ class Recipe:
 
     __slots__ = ()
     __iter__ = None  # for without it, Python would take elements for ever
-
-    @property
-    def inner(self) -> tuple[Recipe, ...]:
-        """The expressions that this one is made of."""
-        raise NotImplementedError
-
-    def text(self, inner: Sequence[str]) -> str:
-        """How it is written, given how the expressions are that it is made of."""
-        raise NotImplementedError
 
     def with_keys(self, change: Callable[[str], str]) -> Recipe:
         """The same of other stored tensors, whose keys a function gives."""
@@ -110,7 +100,7 @@ class Recipe:
             TypeError, ValueError: these are not all numbers of axes, each once.
         """
         given = axes[0] if len(axes) == 1 and isinstance(axes[0], (list, tuple)) else axes
-        order = tuple(_integer("an axis", axis) for axis in given)
+        order = tuple(integer("an axis", axis) for axis in given)
         counted = tuple(axis + len(order) if axis < 0 else axis for axis in order)
         if sorted(counted) != list(range(len(order))):
             raise ValueError(f"permute{order}: each axis is due once, from 0 to {len(order) - 1}")
@@ -134,7 +124,7 @@ class Recipe:
         Raises:
             TypeError: ``axis`` is not an integer.
         """
-        return Squeezed(self, _integer("axis", axis))
+        return Squeezed(self, integer("axis", axis))
 
     def unsqueeze(self, axis: int) -> Recipe:
         """The same with one more axis, of one element, which becomes the result's axis of this number. A negative one
@@ -143,7 +133,7 @@ class Recipe:
         Raises:
             TypeError: ``axis`` is not an integer.
         """
-        return Unsqueezed(self, _integer("axis", axis))
+        return Unsqueezed(self, integer("axis", axis))
 
     def __getitem__(self, index: _Index | tuple[_Index, ...]) -> Recipe:
         """A part of it, by a slice without a step for each of the first dimensions, and, behind ``...``, of the last.
@@ -156,7 +146,7 @@ class Recipe:
         items = index if isinstance(index, tuple) else (index,)
         first = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
         found: Recipe = Sliced(self, tuple(map(_bounds, items[:first])), tuple(map(_bounds, items[first + 1 :])))
-        single = [i if i < first else i - len(items) for i, item in enumerate(items) if _is_integer(item)]
+        single = [i if i < first else i - len(items) for i, item in enumerate(items) if as_integer(item) is not None]
         # From the last to the first, as each axis that goes renumbers those that are counted past it.
         for axis in [*sorted(i for i in single if i < 0), *sorted((i for i in single if i >= 0), reverse=True)]:
             found = found.squeeze(axis)
@@ -169,15 +159,6 @@ class Source(Recipe):
 
     key: str
 
-    @property
-    def inner(self) -> tuple[Recipe, ...]:
-        """See :class:`Recipe`."""
-        return ()
-
-    def text(self, inner: Sequence[str]) -> str:
-        """See :class:`Recipe`."""
-        return f"stored({self.key!r})"
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Operation(Recipe):
@@ -185,21 +166,12 @@ class Operation(Recipe):
 
     of: Recipe
 
-    @property
-    def inner(self) -> tuple[Recipe, ...]:
-        """See :class:`Recipe`."""
-        return (self.of,)
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Permuted(Operation):
     """An expression with its axes in another order; None is the reverse one."""
 
     axes: tuple[int, ...] | None
-
-    def text(self, inner: Sequence[str]) -> str:
-        """See :class:`Recipe`."""
-        return f"{inner[0]}.T" if self.axes is None else f"{inner[0]}.permute({', '.join(map(str, self.axes))})"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -210,24 +182,12 @@ class Sliced(Operation):
     bounds: tuple[tuple[int | None, int | None], ...]
     last: tuple[tuple[int | None, int | None], ...] = ()
 
-    def text(self, inner: Sequence[str]) -> str:
-        """See :class:`Recipe`."""
-        first, last = (
-            [f"{'' if a is None else a}:{'' if b is None else b}" for a, b in bounds]
-            for bounds in (self.bounds, self.last)
-        )
-        return f"{inner[0]}[{', '.join([*first, *['...'] * bool(last or not first), *last])}]"
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Squeezed(Operation):
     """An expression without an axis, along which it has one element."""
 
     axis: int
-
-    def text(self, inner: Sequence[str]) -> str:
-        """See :class:`Recipe`."""
-        return f"{inner[0]}.squeeze({self.axis})"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -236,10 +196,6 @@ class Unsqueezed(Operation):
 
     axis: int
 
-    def text(self, inner: Sequence[str]) -> str:
-        """See :class:`Recipe`."""
-        return f"{inner[0]}.unsqueeze({self.axis})"
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Concat(Recipe):
@@ -247,15 +203,6 @@ class Concat(Recipe):
 
     parts: tuple[Recipe, ...]
     axis: int
-
-    @property
-    def inner(self) -> tuple[Recipe, ...]:
-        """See :class:`Recipe`."""
-        return self.parts
-
-    def text(self, inner: Sequence[str]) -> str:
-        """See :class:`Recipe`."""
-        return f"concat({', '.join(inner)}, axis={self.axis})"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -266,115 +213,12 @@ class SplitPart(Operation):
     axis: int
     number: int
 
-    def text(self, inner: Sequence[str]) -> str:
-        """See :class:`Recipe`."""
-        return f"split({inner[0]}, {self.count}, axis={self.axis})[{self.number}]"
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Cast(Operation):
     """An expression in another element type."""
 
     dtype: str
-
-    def text(self, inner: Sequence[str]) -> str:
-        """See :class:`Recipe`."""
-        return f"{inner[0]}.cast({self.dtype!r})"
-
-
-def stored(key: str) -> Recipe:
-    """The tensor that the checkpoint has under a flat key, for a recipe.
-
-    Args:
-        key: The flat key. Where the recipe's wanted key has placeholders (``layers.{i}.weight``), it may have them too.
-
-    Raises:
-        TypeError: ``key`` is not a str.
-
-    Examples:
-        >>> import paddle
-        >>> from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict, stored
-        >>> report = save_state_dict({"old": paddle.ones([2, 3])}, "checkpoint")
-        >>> state = {"new": paddle.zeros([3, 2])}
-        >>> options = LoadOptions(recipes={"new": stored("old").T})
-        >>> report = load_state_dict(state, "checkpoint", options=options)
-        >>> float(state["new"].sum())
-        6.0
-    """
-    if not isinstance(key, str):
-        raise TypeError(f"stored takes a flat key, not {key!r}")
-    return Source(key)
-
-
-def concat(*parts: Recipe | Sequence[Recipe], axis: int = 0) -> Recipe:
-    """Expressions one behind the other along an axis, for a recipe. They are alike in shape but for it, and in dtype.
-
-    A list or tuple of them may be passed as the only part. A negative axis counts from the last one.
-
-    Raises:
-        TypeError, ValueError: there is none, one is no expression, or ``axis`` is not an integer.
-
-    Examples:
-        >>> import paddle
-        >>> from paddle_dist_ckpt import LoadOptions, concat, load_state_dict, save_state_dict, stored
-        >>> report = save_state_dict({"q": paddle.ones([2, 3]), "k": paddle.zeros([2, 3])}, "checkpoint")
-        >>> state = {"qk": paddle.zeros([4, 3])}
-        >>> options = LoadOptions(recipes={"qk": concat(stored("q"), stored("k"))})
-        >>> report = load_state_dict(state, "checkpoint", options=options)
-        >>> state["qk"].sum(axis=1).tolist()
-        [3.0, 3.0, 0.0, 0.0]
-    """
-    if len(parts) == 1 and isinstance(parts[0], (list, tuple)):
-        parts = tuple(parts[0])
-    if not parts:
-        raise ValueError("concat needs a part")
-    return Concat(tuple(map(_recipe, parts)), _integer("axis", axis))
-
-
-def stack(*parts: Recipe | Sequence[Recipe], axis: int = 0) -> Recipe:
-    """Expressions one behind the other along a new axis, for a recipe. They are alike in shape and in dtype.
-
-    A list or tuple of them may be passed as the only part. A negative axis counts from the result's last one.
-
-    Raises:
-        TypeError, ValueError: there is none, one is no expression, or ``axis`` is not an integer.
-
-    Examples:
-        >>> import paddle
-        >>> from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict, stack, stored
-        >>> report = save_state_dict({f"experts.{i}": paddle.full([2, 3], i) for i in range(4)}, "checkpoint")
-        >>> state = {"experts": paddle.zeros([4, 2, 3])}
-        >>> options = LoadOptions(recipes={"experts": stack(*(stored(f"experts.{i}") for i in range(4)))})
-        >>> report = load_state_dict(state, "checkpoint", options=options)
-        >>> state["experts"][:, 0, 0].tolist()
-        [0.0, 1.0, 2.0, 3.0]
-    """
-    if len(parts) == 1 and isinstance(parts[0], (list, tuple)):
-        parts = tuple(parts[0])
-    return concat(*(_recipe(part).unsqueeze(axis) for part in parts), axis=axis)
-
-
-def split(recipe: Recipe, count: int, axis: int = 0) -> tuple[Recipe, ...]:
-    """An expression cut into ``count`` equal parts along an axis, for recipes. A negative axis counts from the last.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
-
-    Examples:
-        >>> import paddle
-        >>> from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict, split, stored
-        >>> report = save_state_dict({"qk": paddle.ones([4, 3])}, "checkpoint")
-        >>> state = {"q": paddle.zeros([2, 3]), "k": paddle.zeros([2, 3])}
-        >>> q, k = split(stored("qk"), 2)
-        >>> report = load_state_dict(state, "checkpoint", options=LoadOptions(recipes={"q": q, "k": k}))
-        >>> float(state["k"].sum())
-        6.0
-    """
-    _recipe(recipe)
-    parts, axis = _integer("count", count), _integer("axis", axis)
-    if parts < 1:
-        raise ValueError(f"split into {parts} parts")
-    return tuple(SplitPart(recipe, parts, axis, i) for i in range(parts))
 
 
 def dtype_name(dtype: Any) -> Any:
@@ -416,21 +260,53 @@ def fold(recipe: Recipe, visit: Callable[[Recipe, Sequence[T]], T]) -> T:
     due = [recipe]
     while due:
         one = due[-1]
-        missing = [inner for inner in reversed(one.inner) if id(inner) not in made]
+        missing = [inner for inner in reversed(_inner(one)) if id(inner) not in made]
         if missing:
             due += missing
             continue
         due.pop()
         if id(one) not in made:
-            made[id(one)] = visit(one, [made[id(inner)] for inner in one.inner])
+            made[id(one)] = visit(one, [made[id(inner)] for inner in _inner(one)])
     return made[id(recipe)]
+
+
+def _inner(one: Recipe) -> tuple[Recipe, ...]:
+    """The expressions that one is made of."""
+    if isinstance(one, Concat):
+        return one.parts
+    return (one.of,) if isinstance(one, Operation) else ()
+
+
+def _written(one: Recipe, inner: Sequence[str]) -> str:
+    """How one is written, given how the expressions are that it is made of."""
+    match one:
+        case Source(key):
+            return f"stored({key!r})"
+        case Concat(_, axis):
+            return f"concat({', '.join(inner)}, axis={axis})"
+        case Permuted(_, axes):
+            return f"{inner[0]}.T" if axes is None else f"{inner[0]}.permute({', '.join(map(str, axes))})"
+        case Squeezed(_, axis):
+            return f"{inner[0]}.squeeze({axis})"
+        case Unsqueezed(_, axis):
+            return f"{inner[0]}.unsqueeze({axis})"
+        case SplitPart(_, count, axis, number):
+            return f"split({inner[0]}, {count}, axis={axis})[{number}]"
+        case Cast(_, dtype):
+            return f"{inner[0]}.cast({dtype!r})"
+        case Sliced(_, bounds, last):
+            first, behind = (
+                [f"{'' if a is None else a}:{'' if b is None else b}" for a, b in some] for some in (bounds, last)
+            )
+            return f"{inner[0]}[{', '.join([*first, *['...'] * bool(behind or not first), *behind])}]"
+    raise AssertionError("there are no others")
 
 
 def text_of(recipe: Recipe, most: int) -> str:
     """How an expression is written, cut after so many characters."""
 
     def write(one: Recipe, inner: Sequence[str]) -> str:
-        text = one.text(inner)
+        text = _written(one, inner)
         return text if len(text) <= most else text[:most] + "..."
 
     return fold(recipe, write)
@@ -461,35 +337,23 @@ def _nodes(recipe: Recipe) -> Iterator[Recipe]:
     level: list[Recipe] = [recipe]
     for _ in range(_MOST_NESTED):
         yield from level
-        level = list({id(inner): inner for node in level for inner in node.inner}.values())
+        level = list({id(inner): inner for node in level for inner in _inner(node)}.values())
         if not level:
             return
     raise ValueError(f"a recipe has more than {_MOST_NESTED} operations within each other; concat takes many parts")
 
 
-def _recipe(value: object) -> Recipe:
-    if not isinstance(value, Recipe):
-        raise TypeError(f"not a recipe: {value!r}; stored(key) is one")
-    return value
-
-
-def _integer(name: str, value: object) -> int:
+def integer(name: str, value: object) -> int:
     """An integer of whatever type."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        pass
-    raise TypeError(f"{name} must be an integer, not {value!r}")
-
-
-def _is_integer(value: object) -> bool:
-    return not isinstance(value, bool) and hasattr(value, "__index__")
+    number = as_integer(value)
+    if number is None:
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    return number
 
 
 def _bounds(item: _Index) -> tuple[int | None, int | None]:
-    if _is_integer(item):
-        at = operator.index(item)  # type: ignore[arg-type]
+    at = as_integer(item)
+    if at is not None:
         return at, at + 1 or None  # the last one ends where its axis does
     if not isinstance(item, slice) or item.step not in (None, 1):
         raise TypeError(f"a recipe is indexed by slices without a step, integers, and one ... at most, not by {item!r}")

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from .arguments import as_integer, checked, checked_timeout
 from .control.ranks import Ranks
 from .core.parts import Arranger
 from .exporting.export import export_checkpoint
@@ -25,7 +26,7 @@ from .loading.making import arranger_for
 from .loading.merged import load_merged
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
-from .options import LoadOptions, SaveOptions, as_integer, checked, checked_timeout
+from .options import LoadOptions, SaveOptions
 from .recipes import distinct_text
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave

@@ -20,10 +20,15 @@ PICTURES = {language: ROOT / f"docs_{language}" / "images" / "rooms.svg" for lan
 # Modules at the top are drawn together, by what they are to a user.
 _TOGETHER = {
     **dict.fromkeys(
-        ("__init__", "public", "api", "one_call", "drop_in", "export_calls", "state_exports", "gathering"),
+        (
+            *("__init__", "public", "api", "one_call", "drop_in", "gathering", "state_exports"),
+            *("export_calls", "folder_calls", "recipe_calls"),
+        ),
         "api, one_call, drop_in",
     ),
-    **dict.fromkeys(("errors", "options", "recipes", "reports", "version", "visible"), "errors, options, reports"),
+    **dict.fromkeys(
+        ("arguments", "errors", "options", "recipes", "reports", "version", "visible"), "errors, options, reports"
+    ),
 }
 _LEFT_OUT = ("testing", "cli", "__main__")  # these may use anything
 _SAYS = {

@@ -11,20 +11,25 @@ from test.rooms import PACKAGE, PICTURES, drawn, imported, part_of
 
 NAME = PACKAGE.name
 
-_BASE = {"errors", "options", "recipes", "visible"}  # core imports nothing else of ours
+_BASE = {"arguments", "errors", "options", "recipes", "visible"}  # core imports nothing else of ours
 _TREE = _BASE | {"core"}
 _FILES = _TREE | {"tree", "storage", "planning"}
 _FOLDER = _FILES | {"files", "readers", "reports"}
 _LANES = _FOLDER | {"folder", "control", "version"}  # a save and a load: neither imports the other
 _WIRING = _LANES | {"saving", "loading", "exporting", "paddle_adapter"}
 _CALLS = _WIRING | {"wiring"}
-_ABOVE = _CALLS | {"api", "drop_in", "export_calls", "gathering", "manager", "one_call", "state_exports"}
+_ABOVE = _CALLS | {
+    *("api", "drop_in", "export_calls", "folder_calls", "gathering", "manager", "one_call", "recipe_calls"),
+    "state_exports",
+}
 # What each part may import beside itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "visible": set(),
     "errors": {"visible"},
-    "recipes": {"errors"},
-    "options": {"errors", "recipes"},
+    "arguments": set(),
+    "recipes": {"arguments"},
+    "recipe_calls": {"recipes"},
+    "options": {"arguments", "recipes"},
     "reports": set(),
     "version": set(),
     "core": _BASE,
@@ -42,12 +47,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": _FOLDER | {"folder"},
     "wiring": _WIRING,
     "api": _CALLS,
+    "folder_calls": _CALLS,
     "manager": _CALLS,
     "state_exports": _CALLS,
     "export_calls": _CALLS | {"state_exports"},
     "gathering": _CALLS,
     "one_call": _CALLS | {"api"},
-    "drop_in": _CALLS | {"api", "export_calls", "state_exports"},
+    "drop_in": _CALLS | {"api", "export_calls", "folder_calls", "state_exports"},
     "testing": _ABOVE | {"readers"},
     "public": _ABOVE,
     "__init__": {"public", "version"},

@@ -14,7 +14,7 @@ import pytest
 
 import paddle_dist_ckpt
 from paddle_dist_ckpt import LoadOptions, SaveOptions, stored
-from paddle_dist_ckpt.options import refuse_unused
+from paddle_dist_ckpt.arguments import refuse_unused
 
 BOTH = pytest.mark.parametrize("options", [SaveOptions, LoadOptions])
 

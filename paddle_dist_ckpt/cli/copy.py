@@ -28,7 +28,7 @@ def copy(
     Example:
       paddle-dist-ckpt copy checkpoints /archive/run-7 --id 3
     """
-    from ..api import copy_checkpoint
+    from ..folder_calls import copy_checkpoint
     from ..options import LoadOptions
 
     alone_only("copy")

@@ -30,8 +30,8 @@ def delete(
     Example:
       paddle-dist-ckpt delete checkpoints 3 --yes
     """
-    from ..api import read_metadata
     from ..folder.delete import delete_with_files
+    from ..folder_calls import read_metadata
     from ..storage import as_storage
 
     alone_only("delete")

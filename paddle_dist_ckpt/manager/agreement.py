@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from ..arguments import as_number
 from ..core.protocols import ControlSession
-from ..options import as_number
 
 __all__ = ["agree"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from ..arguments import as_integer, as_number
 from ..files.names import MOST_IDS
-from ..options import as_integer, as_number
 
 __all__ = ["check_seconds", "checked_count", "checked_metrics", "checked_step"]
 

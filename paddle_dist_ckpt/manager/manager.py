@@ -20,11 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from ..arguments import as_integer
 from ..control.session import Ending
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError, CheckpointNotFoundError, DurabilityUnknownError
 from ..folder.nothing import steps_text
-from ..options import LoadOptions, SaveOptions, as_integer
+from ..options import LoadOptions, SaveOptions
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..saving.save import After

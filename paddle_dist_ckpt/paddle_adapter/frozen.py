@@ -9,7 +9,7 @@ from paddle.base.framework import EagerParamBase
 from ..tree.objects import ObjectKind
 from ..tree.state_dict import Leaves
 from .masters import copies_of
-from .objects import parameters_of, state_of_parameter
+from .optimizers import parameters_of, state_of_parameter
 
 __all__ = ["without_frozen"]
 

@@ -23,13 +23,13 @@ import paddle.distributed as dist
 from paddle.base import core
 from paddle.distributed.communication.group import Group, _GroupManager
 
+from ..arguments import as_integer
 from ..control import AgreedHub, RefusingHub, TcpHub
 from ..control.bootstrap import not_set_up, refuse, unreachable
 from ..control.ranks import Ranks
 from ..control.session import SHORTEST_TIMEOUT
 from ..core.protocols import ControlHub
 from ..errors import CheckpointError, RankFailureError
-from ..options import as_integer
 from .job_secret import NoSecretAtFirstError, agreed_secret
 from .transport import PaddleTransport, takes_host_memory
 

@@ -20,7 +20,8 @@ from ..tree.names import SHARDED_MASTER
 from ..tree.objects import ObjectKind, OpenedObject
 from ..tree.paths import plain_key
 from ..tree.state_dict import Leaves
-from .objects import MASTERS, own_tensors, parameters_of
+from .objects import own_tensors
+from .optimizers import MASTERS, parameters_of
 from .placement import layout_of, local_box, mesh_coordinate
 from .sharded_weight import WeightPart, is_sharded_weight
 from .static_program import all_of_program, is_program, program_layer

@@ -13,14 +13,14 @@ from ..tree.names import Names
 from ..tree.paths import parse_path
 from ..tree.state_dict import flatten
 from .masters import copies_of
-from .objects import check_optimizer, frozen_of, in_own_dtypes, make_accumulators, optimizer_state
+from .objects import in_own_dtypes
+from .optimizers import MASTERS, check_optimizer, frozen_of, make_accumulators, optimizer_state
 from .static_program import SCHEDULER
 from .tensors import PaddleAdapter
 from .wrappers import is_look_ahead, refusal, unwrapped
 
 __all__ = ["model_state_of_run", "optimizer_state_of_run"]
 
-_MASTERS = "master_weights"
 _TOP = "/optimizer/"
 
 
@@ -67,13 +67,13 @@ def optimizer_state_of_run(loaded: Mapping[str, Any], model: Any, optimizer: Any
         return found
 
     state = {key: take(value) for key, value in own.items() if isinstance(value, paddle.Tensor)}
-    masters = {name: take(tensor) for name, tensor in own.get(_MASTERS, {}).items()}
+    masters = {name: take(tensor) for name, tensor in own.get(MASTERS, {}).items()}
     if SCHEDULER in own and not isinstance(loaded.get(SCHEDULER), Mapping):
         problems.append(f"{SCHEDULER}: missing")
     _raise(problems, "optimizer")
     if masters:
         # Accumulators are found by the names of the master weights, which Paddle's setter replaces by these tensors.
-        state[_MASTERS] = {name: _named(masters[name], own[_MASTERS][name].name) for name in masters}
+        state[MASTERS] = {name: _named(masters[name], own[MASTERS][name].name) for name in masters}
     if SCHEDULER in own:
         state[SCHEDULER] = dict(loaded[SCHEDULER])
     return state

@@ -23,7 +23,7 @@ from ..errors import UnsupportedValueError
 from ..tree.objects import ObjectKind, state_of
 from ..tree.paths import occurs, plain_key
 from ..tree.state_dict import Leaves
-from . import objects
+from . import objects, optimizers
 from .device import at_device, has_devices, is_on_device
 from .device_copies import PaddleDevices
 from .identity import KnownTensor, TensorIdentity, addresses_of, have_rest, looks_of, read
@@ -87,7 +87,7 @@ class PaddleAdapter:
     is_object = staticmethod(objects.is_object)
     is_defined_by_user = staticmethod(objects.is_defined_by_user)
     needs_all_entries = staticmethod(objects.needs_all_entries)
-    make_entries = staticmethod(objects.make_accumulators)
+    make_entries = staticmethod(optimizers.make_accumulators)
 
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
         """See :class:`..tree.state_dict.Adapter`."""
@@ -95,10 +95,10 @@ class PaddleAdapter:
         if refused is not None:
             raise UnsupportedValueError(f"{key}: {refused}")
         value = unwrapped(value)
-        if objects.is_optimizer(value):
-            objects.check_optimizer(value, key)
-            self._stepped.update(one.name for one in objects.parameters_of(value) if one.stop_gradient)
-            return ObjectKind.OPTIMIZER, objects.optimizer_state(value)
+        if optimizers.is_optimizer(value):
+            optimizers.check_optimizer(value, key)
+            self._stepped.update(one.name for one in optimizers.parameters_of(value) if one.stop_gradient)
+            return ObjectKind.OPTIMIZER, optimizers.optimizer_state(value)
         if is_program(value):
             return ObjectKind.PROGRAM, program_state(value, key, self._of_any_mode)
         kind = ObjectKind.FIXED if isinstance(value, paddle.nn.Layer) else ObjectKind.FREE
@@ -112,11 +112,11 @@ class PaddleAdapter:
 
     def parameters(self, value: Any) -> list[int]:
         """See :class:`..tree.state_dict.Adapter`."""
-        return [id(parameter) for parameter in objects.parameters_of(value)]
+        return [id(parameter) for parameter in optimizers.parameters_of(value)]
 
     def frozen(self, value: Any) -> list[int]:
         """See :class:`..tree.state_dict.Adapter`."""
-        return [id(parameter) for parameter in objects.frozen_of(value)]
+        return [id(parameter) for parameter in optimizers.frozen_of(value)]
 
     def token(self, tensor: Any) -> int:
         """See :class:`..tree.state_dict.Adapter`."""

@@ -39,7 +39,7 @@ def test_help_and_version_need_nothing_large() -> None:
         "import sys\n"
         "from paddle_dist_ckpt.cli.main import app\n"
         "try:\n    app(['inspect', '--help'])\nexcept SystemExit:\n    pass\n"
-        "large = {'numpy', 'msgspec', 'rich', 'tqdm', 'xxhash', 'paddle', 'paddle_dist_ckpt.api'}\n"
+        "large = {'numpy', 'msgspec', 'rich', 'tqdm', 'xxhash', 'paddle', 'paddle_dist_ckpt.wiring'}\n"
         "print(sorted(large & set(sys.modules)), file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], env=env(), capture_output=True, text=True, timeout=120)

@@ -15,7 +15,7 @@ from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.errors import StateDictMismatchError
 from paddle_dist_ckpt.options import LoadOptions
-from paddle_dist_ckpt.recipes import concat, stored
+from paddle_dist_ckpt.recipe_calls import concat, stored
 from paddle_dist_ckpt.testing import NumpyAdapter, ShardedArray, shard_array
 from test.jobs import (
     blank_like,

@@ -29,7 +29,7 @@ from paddle.distributed.fleet.meta_parallel import (
 )
 
 from paddle_dist_ckpt import load_state_dict, save_state_dict
-from paddle_dist_ckpt.paddle_adapter.objects import make_accumulators
+from paddle_dist_ckpt.paddle_adapter.optimizers import make_accumulators
 from test.paddle.layouts import Array, Spread, part_of
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import NUMPY_DTYPES, dist_tensor, local_array

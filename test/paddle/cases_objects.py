@@ -9,7 +9,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_dist_ckpt import LoadOptions, PerRank, load_state_dict, rng_state, save_state_dict, set_rng_state
-from paddle_dist_ckpt.paddle_adapter.objects import make_accumulators
+from paddle_dist_ckpt.paddle_adapter.optimizers import make_accumulators
 from paddle_dist_ckpt.paddle_adapter.placement import layout_of
 from test.paddle.versions import RNG_STATE
 from test.ranks.groups import group_of

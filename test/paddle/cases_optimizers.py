@@ -10,7 +10,7 @@ import paddle.distributed as dist
 from paddle.distributed import fleet
 
 from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict
-from paddle_dist_ckpt.paddle_adapter.objects import make_accumulators
+from paddle_dist_ckpt.paddle_adapter.optimizers import make_accumulators
 from test.ranks.fleet import topology
 from test.ranks.groups import group_of
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import paddle
 
-from paddle_dist_ckpt.paddle_adapter.objects import optimizer_state
+from paddle_dist_ckpt.paddle_adapter.optimizers import optimizer_state
 from paddle_dist_ckpt.tree.canonical import canonical_paths
 
 

@@ -12,7 +12,7 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict
-from paddle_dist_ckpt.paddle_adapter import objects
+from paddle_dist_ckpt.paddle_adapter import optimizers
 from paddle_dist_ckpt.paddle_adapter.masters import renew_masters
 from paddle_dist_ckpt.tree.state_dict import Leaves
 from test.paddle.optimizers import flat
@@ -36,7 +36,7 @@ def job(dtype: str = "bfloat16", fill: float = 1.0, placement: Any = None) -> di
 
 def masters(state: dict[str, Any]) -> list[float]:
     """The different elements of all its master weights."""
-    found = objects.optimizer_state(state["optimizer"])["master_weights"].values()
+    found = optimizers.optimizer_state(state["optimizer"])["master_weights"].values()
     locals_of = [one._local_value() if one.is_dist() else one for one in found]
     return sorted({element for one in locals_of for element in one.numpy().ravel().tolist()})
 
@@ -46,7 +46,7 @@ def masters(state: dict[str, Any]) -> list[float]:
 def test_they_follow_the_parameters_that_are_loaded(tmp_path: Path, dtype: str, placement: Any) -> None:
     save_state_dict({"model": job(dtype, 3.0)["model"]}, str(tmp_path))
     state = job(dtype, placement=placement)
-    owned = {id(one) for _, one in flat(objects.optimizer_state(state["optimizer"]))}
+    owned = {id(one) for _, one in flat(optimizers.optimizer_state(state["optimizer"]))}
     report = load_state_dict(state, str(tmp_path), options=WEIGHTS_ONLY)
     assert masters(state) == [3.0]
     said = {
@@ -55,7 +55,7 @@ def test_they_follow_the_parameters_that_are_loaded(tmp_path: Path, dtype: str, 
     }
     assert said == {key: key.endswith(".master_weight") for key in report.skipped_keys}
     assert sorted(set(said.values())) == [False, True]
-    assert {id(one) for _, one in flat(objects.optimizer_state(state["optimizer"]))} == owned
+    assert {id(one) for _, one in flat(optimizers.optimizer_state(state["optimizer"]))} == owned
 
 
 def test_of_a_float32_checkpoint_with_moments(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_of_a_float32_checkpoint_with_moments(tmp_path: Path) -> None:
 
 def test_those_that_are_stored_are_what_is_stored(tmp_path: Path) -> None:
     saved = job(fill=3.0)
-    for master in objects.optimizer_state(saved["optimizer"])["master_weights"].values():
+    for master in optimizers.optimizer_state(saved["optimizer"])["master_weights"].values():
         paddle.assign(paddle.full(master.shape, 3.001), master)
     save_state_dict(saved, str(tmp_path))
     state = job()
@@ -86,7 +86,7 @@ def test_those_of_parameters_that_are_left_are_left(tmp_path: Path) -> None:
 
 def test_those_that_do_not_fit_follow_and_others_do_not(tmp_path: Path) -> None:
     saved = job(fill=3.0)
-    held = objects.optimizer_state(saved["optimizer"])["master_weights"]
+    held = optimizers.optimizer_state(saved["optimizer"])["master_weights"]
     weight, bias = (held[getattr(saved["model"], name).name].numpy() + 1 for name in ("weight", "bias"))
     entries = {"weight.master_weight": weight[:2], "bias.master_weight": bias}
     save_state_dict(
@@ -150,7 +150,7 @@ def test_of_an_optimizer_that_gives_copies_of_them(tmp_path: Path, is_stored: bo
     saved, state = job(fill=3.0), job()
     for each in (saved, state):
         each["optimizer"] = Cloning(0.1, parameters=each["model"].parameters(), multi_precision=True)
-        objects.make_accumulators(each["optimizer"])
+        optimizers.make_accumulators(each["optimizer"])
     for master in saved["optimizer"]._master_weights.values():
         paddle.assign(paddle.full(master.shape, 3.5), master)
     save_state_dict(saved if is_stored else {"model": saved["model"]}, str(tmp_path))
@@ -164,16 +164,16 @@ def test_those_of_another_model_of_the_same_names_are_left(tmp_path: Path, as_di
     def named(fill: float) -> dict[str, Any]:
         with paddle.utils.unique_name.guard():
             made = job(fill=fill)
-            objects.make_accumulators(made["optimizer"])
+            optimizers.make_accumulators(made["optimizer"])
         return made
 
     save_state_dict({"a": named(3.0)["model"]}, str(tmp_path))
     one, other = named(1.0), named(2.0)
     assert one["model"].weight.name == other["model"].weight.name
-    optimizers = {"o": one["optimizer"], "p": other["optimizer"]}
+    both = {"o": one["optimizer"], "p": other["optimizer"]}
     state = {
         "a": one["model"],
-        **({name: each.state_dict() for name, each in optimizers.items()} if as_dicts else optimizers),
+        **({name: each.state_dict() for name, each in both.items()} if as_dicts else both),
     }
     load_state_dict(state, str(tmp_path), options=LoadOptions(allow_missing=["o.*", "p.*"]))
     assert masters(other) == [2.0]
@@ -188,7 +188,7 @@ def test_a_name_that_is_given_twice_tells_no_parameter(tmp_path: Path, as_dicts:
     def named() -> dict[str, Any]:
         with paddle.utils.unique_name.guard():
             made = job(fill=1.0)
-            objects.make_accumulators(made["optimizer"])
+            optimizers.make_accumulators(made["optimizer"])
         return made
 
     one, other = named(), named()
@@ -230,7 +230,7 @@ def test_those_of_parameters_that_share_memory_and_disagree_are_left(tmp_path: P
     stored = {"a": {"weight": np.ones((4, 3), np.float32)}, "b": {"weight": np.zeros((4, 3), np.float32)}}
     save_state_dict(stored, str(tmp_path))
     state = job()
-    objects.make_accumulators(state["optimizer"])
+    optimizers.make_accumulators(state["optimizer"])
     for master in state["optimizer"]._master_weights.values():
         paddle.assign(paddle.full(master.shape, 1.25), master)
     two = {"a": {"weight": state["model"].weight}, "b": {"weight": state["model"].weight}}
@@ -290,7 +290,7 @@ def test_those_among_sharded_weights(tmp_path: Path, caplog: pytest.LogCaptureFi
     weight = np.arange(12, dtype=np.float32).reshape(4, 3)
     save_state_dict({"model": {"weight": weight}}, str(tmp_path))
     state = job()
-    objects.make_accumulators(state["optimizer"])
+    optimizers.make_accumulators(state["optimizer"])
     model = state["model"].sharded_state_dict()
     rest = state["optimizer"].sharded_state_dict(model)
     expected = weight
@@ -327,7 +327,7 @@ def test_those_among_sharded_weights_follow_only_what_was_loaded_and_only_if_the
     values = {"model.weight": np.full((4, 3), 3, np.float32), "optimizer.weight.w_0": np.full((4, 3), 5, np.float32)}
     save_state_dict({key: value for key, value in values.items() if stored in (key, "both")}, str(tmp_path))
     state = job()
-    objects.make_accumulators(state["optimizer"])
+    optimizers.make_accumulators(state["optimizer"])
     model = state["model"].sharded_state_dict()
     rest = state["optimizer"].sharded_state_dict(model)
     held = [rest[f"{name}.w_0"].local_tensor for name in ("weight", "bias")]
@@ -346,7 +346,7 @@ def test_those_among_sharded_weights_of_a_key_that_two_models_have_are_left(tmp_
     model = {"weight": np.ones((4, 3), np.float32), "bias": np.ones(3, np.float32)}
     save_state_dict({"teacher": model, "student": model}, str(tmp_path))
     state = job()
-    objects.make_accumulators(state["optimizer"])
+    optimizers.make_accumulators(state["optimizer"])
     teacher = job()["model"].sharded_state_dict()
     student = state["model"].sharded_state_dict()
     rest = state["optimizer"].sharded_state_dict(student)
@@ -356,7 +356,7 @@ def test_those_among_sharded_weights_of_a_key_that_two_models_have_are_left(tmp_
     masters_of = {key: weight.local_tensor for key, weight in rest.items() if key.endswith(".w_0")}
     if other.endswith("an optimizer"):
         second = job()
-        objects.make_accumulators(second["optimizer"])
+        optimizers.make_accumulators(second["optimizer"])
         whole["another"] = second["optimizer"].sharded_state_dict(second["model"].sharded_state_dict())
         masters_of |= {f"another.{key}": one.local_tensor for key, one in whole["another"].items() if ".w_0" in key}
     if other in ("no model, but an optimizer", "a tensor alone"):

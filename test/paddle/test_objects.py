@@ -26,7 +26,7 @@ from paddle_dist_ckpt import (
     save_state_dict,
     stored,
 )
-from paddle_dist_ckpt.paddle_adapter import objects
+from paddle_dist_ckpt.paddle_adapter import objects, optimizers
 from paddle_dist_ckpt.paddle_adapter.static_program import program_state
 from paddle_dist_ckpt.paddle_adapter.tensors import PaddleAdapter
 from paddle_dist_ckpt.tree.canonical import canonical_paths
@@ -106,7 +106,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def layout(optimizer: Any) -> dict[str, Any]:
     """Shape and distribution of all tensors of an optimizer, by Paddle's own names."""
-    state = objects._inner(optimizer).state_dict()
+    state = optimizers.inner_optimizer(optimizer).state_dict()
     return {
         key: (tensor.shape, tensor.dtype, tensor.is_dist() and (tensor.placements, tensor.process_mesh))
         for key, tensor in flat(state)
@@ -120,11 +120,11 @@ def layout(optimizer: Any) -> dict[str, Any]:
 def test_what_is_an_optimizer() -> None:
     layer = layer_of(REPLICATE)
     optimizer = optimizer_for(layer)
-    assert objects.is_optimizer(optimizer)
-    assert objects.is_optimizer(dist.shard_optimizer(optimizer))
-    assert objects.is_optimizer(paddle.optimizer.LBFGS(parameters=layer.parameters()))
+    assert optimizers.is_optimizer(optimizer)
+    assert optimizers.is_optimizer(dist.shard_optimizer(optimizer))
+    assert optimizers.is_optimizer(paddle.optimizer.LBFGS(parameters=layer.parameters()))
     for other in (layer, paddle.optimizer.lr.StepDecay(0.1, 2), paddle.optimizer.Adam, {}, None):
-        assert not objects.is_optimizer(other)
+        assert not optimizers.is_optimizer(other)
 
 
 # -- accumulators
@@ -137,7 +137,7 @@ def test_they_are_those_of_the_first_step(kind: str, placement: Any) -> None:
     layer, other = layer_of(placement), layer_of(placement)
     optimizer, stepped = optimizer_for(layer, kind), optimizer_for(other, kind)
     before = values(layer.state_dict())
-    objects.make_accumulators(optimizer)
+    optimizers.make_accumulators(optimizer)
     assert_equal(values(layer.state_dict()), before)
     made = values(named_state(optimizer, structured(layer)))
     step(other, stepped)
@@ -156,12 +156,12 @@ def test_they_are_those_of_the_first_step(kind: str, placement: Any) -> None:
 def test_they_are_made_once(kind: str) -> None:
     layer = layer_of()
     optimizer = optimizer_for(layer, kind)
-    objects.make_accumulators(optimizer)
+    optimizers.make_accumulators(optimizer)
     step(layer, optimizer)
-    first = objects.optimizer_state(optimizer)
+    first = optimizers.optimizer_state(optimizer)
     before = values(first)
-    objects.make_accumulators(optimizer)
-    second = objects.optimizer_state(optimizer)
+    optimizers.make_accumulators(optimizer)
+    second = optimizers.optimizer_state(optimizer)
     assert first.keys() == second.keys()
     assert all(first[key] is second[key] for key in first)
     assert_equal(values(second), before)
@@ -173,7 +173,7 @@ def test_they_are_distributed_as_the_first_step_does_it(kind: str) -> None:
     """For Adam. Others' are distributed like the parameter, too; Paddle leaves these whole on every rank."""
     layer, other = layer_of(SHARD), layer_of(SHARD)
     optimizer, stepped = optimizer_for(layer, kind), optimizer_for(other, kind)
-    objects.make_accumulators(optimizer)
+    optimizers.make_accumulators(optimizer)
     step(other, stepped)
     made, expected = layout(optimizer), layout(stepped)
     assert [*made.values()] == [*expected.values()]
@@ -191,7 +191,7 @@ def test_of_shard_optimizer(stage: str, kind: str, dtype: str) -> None:
     layer = layer_of(REPLICATE, dtype)
     optimizer = dist.shard_optimizer(optimizer_for(layer, kind, multi_precision=True), STAGES[stage]())
     before = values(layer.state_dict())
-    objects.make_accumulators(optimizer)
+    optimizers.make_accumulators(optimizer)
     assert_equal(values(layer.state_dict()), before)
     expected = [SHARD] if stage != "no function" else [REPLICATE]
     state = named_state(optimizer, structured(layer))
@@ -211,7 +211,7 @@ def test_of_shard_optimizer(stage: str, kind: str, dtype: str) -> None:
 def test_of_shard_optimizer_a_step_goes_on_from_them(stage: str) -> None:
     layer, other = layer_of(REPLICATE), layer_of(REPLICATE)
     optimizer, stepped = (dist.shard_optimizer(optimizer_for(each), STAGES[stage]()) for each in (layer, other))
-    objects.make_accumulators(optimizer)
+    optimizers.make_accumulators(optimizer)
     for number in range(3):
         step(layer, optimizer, number)
         step(other, stepped, number)
@@ -301,7 +301,7 @@ def test_a_state_that_was_set_before_the_first_step_is_kept() -> None:
     held = {key: tensor.clone() for key, tensor in trained.state_dict().items()}
     fresh = optimizer_for(layer)
     fresh.set_state_dict({key[:-1] + "1": tensor for key, tensor in held.items()})
-    state = objects.optimizer_state(fresh)
+    state = optimizers.optimizer_state(fresh)
     assert_equal({key[:-1] + "0": value for key, value in values(state).items()}, values(held))
 
 
@@ -324,7 +324,7 @@ def test_a_state_that_was_set_may_lack_a_parameter_that_was_never_used(grouped: 
     with paddle.utils.unique_name.guard():
         model, optimizer = job(2 if stepped else 0)
         optimizer.set_state_dict({key: tensor.clone() for key, tensor in trained.items()})
-        state = values(objects.optimizer_state(optimizer))
+        state = values(optimizers.optimizer_state(optimizer))
         names = [parameter.name for parameter in model[1].parameters()]
         unused = {key for key in state if key.startswith(tuple(names))}
         assert len(unused) == 8
@@ -358,10 +358,10 @@ def test_a_state_that_was_set_may_have_what_nobody_takes_yet() -> None:
         model, optimizer = job()
         model.scale_3.stop_gradient = True
         optimizer.set_state_dict({**trained, "other_0.w_0_moment1_0": paddle.ones([4])})
-        state = values(objects.optimizer_state(optimizer))
+        state = values(optimizers.optimizer_state(optimizer))
         assert {key.partition("_moment1")[0] for key in state if "_moment1" in key} == {"scale", "scale_2"}
         model.scale_3.stop_gradient = False
-        objects.make_accumulators(optimizer)
+        optimizers.make_accumulators(optimizer)
         state = values(optimizer.state_dict())
         assert_equal({key: state[key] for key in trained}, values(trained))
 
@@ -373,7 +373,7 @@ def test_master_weights_that_were_set_before_the_first_step_are_kept(kind: str) 
     optimizer = dist.shard_optimizer(optimizer_for(layer, kind, multi_precision=True), STAGES["stage 1"]())
     masters = {each.name: each.detach().cast("float32") for each in layer.parameters()}
     optimizer.set_state_dict({"master_weights": dict(masters)})
-    state = objects.optimizer_state(optimizer)
+    state = optimizers.optimizer_state(optimizer)
     assert state["master_weights"].keys() == masters.keys()
     assert all(state["master_weights"][name] is masters[name] for name in masters)
 
@@ -381,7 +381,7 @@ def test_master_weights_that_were_set_before_the_first_step_are_kept(kind: str) 
 def test_multi_tensor_optimizers() -> None:
     layer, other = layer_of(), layer_of()
     optimizer, stepped = (optimizer_for(each, "Adam", use_multi_tensor=True) for each in (layer, other))
-    objects.make_accumulators(optimizer)
+    optimizers.make_accumulators(optimizer)
     for number in range(2):
         step(layer, optimizer, number)
         step(other, stepped, number)
@@ -393,8 +393,8 @@ def test_optimizers_without_such_accumulators() -> None:
     before = values(layer.state_dict())
     optimizer = paddle.optimizer.LBFGS(parameters=layer.parameters())
     assert named_state(optimizer, structured(layer)) == {"state": {}}
-    objects.make_accumulators(object())
-    objects.make_accumulators(paddle.incubate.optimizer.LookAhead(optimizer_for(layer, "SGD")))
+    optimizers.make_accumulators(object())
+    optimizers.make_accumulators(paddle.incubate.optimizer.LookAhead(optimizer_for(layer, "SGD")))
     assert_equal(values(layer.state_dict()), before)
 
 
@@ -412,7 +412,7 @@ def test_the_state_has_the_tensors_themselves() -> None:
     assert state["bias.moment2"] is paddles[f"{masters[layer.bias.name].name}_moment2_0"]
     assert state["LR_Scheduler"] == scheduler.state_dict()
     assert len(state) == 11
-    own = objects.optimizer_state(optimizer)
+    own = optimizers.optimizer_state(optimizer)
     assert own.keys() == paddles.keys()
     assert all(own[key] is paddles[key] for key in own if key not in ("master_weights", "LR_Scheduler"))
     assert own["master_weights"] == masters
@@ -435,7 +435,7 @@ def test_canonical_paths_know_what_paddle_makes(placement: Any, dtype: str) -> N
     layer = layer_of(placement, dtype)
     optimizer = optimizer_for(layer, multi_precision=True)
     entries = {f"/model/{key}": tensor for key, tensor in layer.state_dict().items()}
-    entries |= {f"/optimizer/{key}": tensor for key, tensor in flat(objects.optimizer_state(optimizer))}
+    entries |= {f"/optimizer/{key}": tensor for key, tensor in flat(optimizers.optimizer_state(optimizer))}
     found = canonical_paths(list(entries), [tensor.name for tensor in entries.values()])
     kinds = ["moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc", *["master_weight"] * (dtype == "bfloat16")]
     assert set(found.values()) == {f"/optimizer/{key}.{kind}" for key in ("weight", "bias") for kind in kinds}
@@ -449,7 +449,7 @@ def test_a_copied_layer_is_not_taken_for_the_first() -> None:
     layer = layer_of()
     copied = copy.deepcopy(layer)
     optimizer = optimizer_for(copied)
-    assert named_state(optimizer, structured(layer)).keys() == objects.optimizer_state(optimizer).keys()
+    assert named_state(optimizer, structured(layer)).keys() == optimizers.optimizer_state(optimizer).keys()
     assert "weight.moment1" in named_state(optimizer, structured(copied))
 
 
@@ -547,7 +547,7 @@ def test_an_optimizer_without_any_state_asks_for_nothing(tmp_path: Path) -> None
 def test_shard_optimizer_gets_its_scheduler_back() -> None:
     layer, scheduler = layer_of(REPLICATE), paddle.optimizer.lr.StepDecay(0.1, 2)
     optimizer = dist.shard_optimizer(optimizer_for(layer, learning_rate=scheduler))
-    state = objects.optimizer_state(optimizer)
+    state = optimizers.optimizer_state(optimizer)
     state["LR_Scheduler"]["last_epoch"] = 9
     assert scheduler.last_epoch == 0
     objects.restore(optimizer, state)
@@ -579,8 +579,8 @@ def test_an_optimizer_with_its_own_setter_gets_everything() -> None:
     layer = layer_of(dtype="bfloat16")
     scheduler = paddle.optimizer.lr.StepDecay(0.1, 2)
     optimizer = Counting(scheduler, parameters=layer.parameters(), multi_precision=True)
-    state = objects.optimizer_state(optimizer)
-    own = objects.optimizer_state(optimizer)
+    state = optimizers.optimizer_state(optimizer)
+    own = optimizers.optimizer_state(optimizer)
     for _, tensor in flat(own):
         if isinstance(tensor, paddle.Tensor):
             tensor.fill_(0.25)
@@ -871,7 +871,7 @@ def test_a_sharded_optimizer_that_fuses_tensors_is_refused(tmp_path: Path) -> No
 def test_an_optimizer_of_group_shardings_stage_3_is_refused(tmp_path: Path, kept: str) -> None:
     """Each rank has slices of its own, and by what it calls them the whole ones are missing, and would be made."""
     optimizer = paddle.optimizer.AdamW(parameters=layer_of().parameters())
-    (first, *_), part = objects.parameters_of(optimizer), paddle.ones([4])
+    (first, *_), part = optimizers.parameters_of(optimizer), paddle.ones([4])
     if kept == "accumulators":
         optimizer._accumulators["moment1"] = {f"slice@{first.name}": part}
     elif kept == "masters":

@@ -28,7 +28,7 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.core.box import Box, cut_flat_range, whole
 from paddle_dist_ckpt.paddle_adapter.groups import Ranks
-from paddle_dist_ckpt.paddle_adapter.objects import make_accumulators
+from paddle_dist_ckpt.paddle_adapter.optimizers import make_accumulators
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from paddle_dist_ckpt.wiring import load_with, paddles, save_with
 from test.paddle.layouts import Array, Spread, part_of

@@ -25,8 +25,8 @@ from paddle_dist_ckpt import (
     SaveOptions,
     SaveReport,
     UnsupportedValueError,
-    api,
     drop_in,
+    folder_calls,
     list_checkpoints,
     load_merged_state_dict,
     read_metadata,
@@ -257,7 +257,7 @@ def test_a_merge_is_of_one_checkpoint_with_all_of_its_keys(
     """Another one, with more keys, is saved when the merge has looked at the keys."""
     home, saved, one = home_of(MERGE), str(tmp_path / "saved"), paddle.ones([2])
     save_state_dict({"a": one}, saved)
-    read, times = api.read_checkpoint, list[int]()
+    read, times = folder_calls.read_checkpoint, list[int]()
 
     def read_and_save(storage: Any, unique_id: int | None) -> Metadata:
         metadata = read(storage, unique_id)
@@ -266,7 +266,7 @@ def test_a_merge_is_of_one_checkpoint_with_all_of_its_keys(
             save_state_dict({"a": 2 * one, "b": one}, saved)
         return metadata
 
-    monkeypatch.setattr(api, "read_checkpoint", read_and_save)
+    monkeypatch.setattr(folder_calls, "read_checkpoint", read_and_save)
     with install():
         getattr(home, MERGE)(saved, str(tmp_path / "merged"), aoa_config=aoa_config)
     assert times == [0]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.api import read_metadata, verify
 from paddle_dist_ckpt.errors import RankFailureError
+from paddle_dist_ckpt.folder_calls import read_metadata, verify
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from test.background import failing

@@ -1,4 +1,4 @@
-"""Models and optimizers that every rank has alike, as data-parallel training keeps them, and what a user calls them."""
+"""What users pass to ``save`` and ``load``: models, optimizers, groups and places of Paddle, checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from .device import name_of
-from .objects import is_optimizer, optimizer_state
+from .optimizers import is_optimizer, optimizer_state
 from .wrappers import refusal, without_data_parallel
 
 __all__ = ["each", "first_rank", "layers", "optimizers", "place_of", "state_of"]
