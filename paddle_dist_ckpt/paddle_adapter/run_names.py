@@ -22,6 +22,8 @@ from .wrappers import is_look_ahead, refusal, unwrapped
 __all__ = ["model_state_of_run", "optimizer_state_of_run"]
 
 _TOP = "/optimizer/"
+_NOTHING = object()
+"""In the place of what was not loaded."""
 
 
 def model_state_of_run(loaded: Mapping[str, Any], model: Any, frozen: bool, variable_names: bool) -> dict[str, Any]:
@@ -31,13 +33,15 @@ def model_state_of_run(loaded: Mapping[str, Any], model: Any, frozen: bool, vari
         pairs = [*((one, one) for one in model.parameters()), *copies_of(model, own)]
         left_out = {id(entry) for parameter, entry in pairs if parameter.stop_gradient}
     state, problems = {}, list[str]()
-    for key, tensor in own.items():
-        if id(tensor) not in left_out:
-            state[key] = loaded.get(key)
-            problems += _problems(key, loaded.get(key), tensor)
+    for key, entry in own.items():
+        if id(entry) not in left_out:
+            state[key] = loaded.get(key, _NOTHING)
+            problems += _problems(key, state[key], entry)
     _raise(problems, "model")
     state = in_own_dtypes(model, state)  # the model's own state may have copies in another one
-    return {own[key].name: one for key, one in state.items()} if variable_names else state
+    if not variable_names:
+        return state
+    return {own[key].name if isinstance(own[key], paddle.Tensor) else key: one for key, one in state.items()}
 
 
 def optimizer_state_of_run(loaded: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
@@ -62,12 +66,15 @@ def optimizer_state_of_run(loaded: Mapping[str, Any], model: Any, optimizer: Any
         parts = stored[id(tensor)]
         found: Any = loaded
         for part in parts:
-            found = found.get(part) if isinstance(found, Mapping) else None
+            found = found.get(part, _NOTHING) if isinstance(found, Mapping) else _NOTHING
         problems.extend(_problems(".".join(parts), found, tensor))
         return found
 
     state = {key: take(value) for key, value in own.items() if isinstance(value, paddle.Tensor)}
     masters = {name: take(tensor) for name, tensor in own.get(MASTERS, {}).items()}
+    for key in [key for key in own if key not in (*state, MASTERS, SCHEDULER)]:  # values that a user's class adds
+        state[key] = loaded.get(key, _NOTHING)
+        problems += _problems(key, state[key], own[key])
     if SCHEDULER in own and not isinstance(loaded.get(SCHEDULER), Mapping):
         problems.append(f"{SCHEDULER}: missing")
     _raise(problems, "optimizer")
@@ -99,11 +106,14 @@ def _named(tensor: Any, name: str) -> Any:
 
 
 def _problems(key: str, found: Any, tensor: Any) -> list[str]:
-    """Why a tensor cannot be set to what was found for it, if it cannot."""
-    if tensor.is_dist():
+    """Why a tensor, or a value, cannot be set to what was found for it, if it cannot."""
+    is_tensor = isinstance(tensor, paddle.Tensor)
+    if is_tensor and tensor.is_dist():
         return [f"{key}: is distributed in this run; load the object itself, which reads this rank's part"]
-    if found is None:
+    if found is _NOTHING:
         return [f"{key}: missing"]
+    if not is_tensor:
+        return []
     if not isinstance(found, paddle.Tensor):
         return [f"{key}: a tensor is due, not a {type(found).__name__}"]
     if found.shape != tensor.shape:

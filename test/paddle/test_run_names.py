@@ -278,3 +278,48 @@ def test_arguments() -> None:
     for wrong in (lambda: optimizer_state_dict({}, model, [optimizer]), lambda: optimizer_state_dict({}, model, model)):
         with pytest.raises(TypeError, match="optimizer must be"):
             wrong()
+
+
+class CountingNet(Net):
+    """A model with a value and an array in its state."""
+
+    count, order = 0, np.arange(3)
+
+    def state_dict(self, *args: Any, **more: Any) -> dict[str, Any]:
+        return {**super().state_dict(*args, **more), "count": self.count, "order": self.order}
+
+    def set_state_dict(self, state: dict[str, Any], *args: Any, **more: Any) -> Any:
+        state = dict(state)
+        self.count, self.order = state.pop("count"), state.pop("order")
+        return super().set_state_dict(state, *args, **more)
+
+
+class CountingAdam(paddle.optimizer.Adam):
+    """An optimizer with a value in its state."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        self.count = state.pop("count")
+        super().set_state_dict(state)
+
+
+def test_values_of_users_classes_come_along(tmp_path: Path) -> None:
+    model, other = CountingNet(), CountingNet(spare=1, reverse=True)
+    optimizer, fresh = (CountingAdam(parameters=each.parameters()) for each in (model, other))
+    model.count, model.order, optimizer.count = 5, np.array([2, 0, 1]), 7
+    save(tmp_path, model, optimizer)
+    state = load(tmp_path)
+    other.set_state_dict(model_state_dict(state["model"], other))
+    fresh.set_state_dict(optimizer_state_dict(state["optimizer"], other, fresh))
+    assert (other.count, other.order.tolist(), fresh.count) == (5, [2, 0, 1], 7)
+    assert model_state_dict(state["model"], other, variable_names=True)["count"] == 5
+    del state["model"]["count"], state["optimizer"]["count"]
+    with pytest.raises(StateDictMismatchError, match="count: missing"):
+        model_state_dict(state["model"], other)
+    with pytest.raises(StateDictMismatchError, match="count: missing"):
+        optimizer_state_dict(state["optimizer"], other, fresh)
