@@ -129,7 +129,7 @@ class LoadOptions:
             (``layers.{i}.weight``), each of which matches a text without dots that is inserted in the stored keys.
         aoa_config: The same in Paddle's own language, as for ``paddle.distributed.load_state_dict``: a mapping with
             ``aoa_statements``, and optionally ``aoa_config_reverse`` and ``enable_traceback``. Each rank may have
-            statements of its own, if all have some. Needs Paddle 3.3.
+            statements of its own, or an empty list, if all have an ``aoa_config``. Needs Paddle 3.3.
         staging_bytes: How much host memory, in bytes on each rank, may hold data on its way to a device at a time, and
             how much device memory an exchange may use; the same on every rank.
         progress: Show a progress bar on the coordinator; None shows it if stderr is a terminal and the load

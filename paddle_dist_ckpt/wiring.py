@@ -187,7 +187,7 @@ def load_with(
         check_bool("offload", offload)
         state_dict, adapter = find()
         transport = ranks.host_transport if offload else ranks.transport
-        arranger = arranger_of(options)
+        arranger = arranger_of(options, others=len(session.ranks) > 1)
         with source_of(path, options, ranks.rank) as storage:
             context = LoadContext(storage, session, transport, adapter, options, threads, offload, arranger, is_part)
             return load(state_dict, context, unique_id)
@@ -211,9 +211,10 @@ def folder_of(
     return bounded(functools.partial(find, path), path, progress_timeout, 0)
 
 
-def arranger_of(options: LoadOptions) -> Arranger | None:
-    """What reads Paddle's own configuration of what tensors are made of, if there is one."""
-    if options.aoa_config is None or not options.aoa_config.get("aoa_statements"):
+def arranger_of(options: LoadOptions, others: bool = False) -> Arranger | None:
+    """What reads Paddle's own configuration of what tensors are made of, if there is one; without a statement it is
+    none, unless there are other ranks, which may have some."""
+    if options.aoa_config is None or not (others or options.aoa_config.get("aoa_statements")):
         return None
     from .paddle_adapter.aoa import PaddleArranger
 

@@ -155,9 +155,11 @@ class Arranger(Protocol):
 
     Attributes:
         rules: All that the user says of it, in words that :meth:`by` takes on another rank.
+        idles: Whether the user says nothing here, and may on another rank.
     """
 
     rules: str
+    idles: bool
 
     def by(self, rules: str) -> Arranger:
         """One that goes by what the user says on another rank."""

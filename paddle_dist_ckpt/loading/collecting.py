@@ -37,7 +37,8 @@ def collect(
     """
     objects = {opened.path: opened for opened in leaves.objects}
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}  # they take any values
-    as_stored = options.key_map is None and not options.recipes and arranger is None
+    as_named = options.key_map is None and not options.recipes  # and others than this rank may have statements
+    as_stored = as_named and arranger is None
     keys, inside = ({}, {}) if as_stored else _flat_keys(leaves, objects, free)
     made, moved, skipped = Matching(), dict[str, str](), set[str]()
     if not as_stored:
@@ -94,11 +95,14 @@ def collect(
         rules="" if arranger is None else arranger.rules,
         patterns=made.patterns,
         key_map=matched,
-        complete=[
-            plain_key(path) for path, one in objects.items() if as_stored and adapter.is_defined_by_user(one.value)
-        ],
+        complete=_complete(objects, adapter) if as_named and (arranger is None or arranger.idles) else [],
     )
     return wanted, said
+
+
+def _complete(objects: Mapping[str, OpenedObject], adapter: Adapter) -> list[str]:
+    """The keys of the objects of users' own classes."""
+    return [plain_key(path) for path, one in objects.items() if adapter.is_defined_by_user(one.value)]
 
 
 def keys_of_own(leaves: Leaves, said: key_map.KeyMap | None) -> list[str]:

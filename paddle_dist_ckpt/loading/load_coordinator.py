@@ -126,6 +126,8 @@ class LoadCoordinator:
         check_same_sources({first_with[data]: paths for data, paths in wanted.items()})
         self._asked_keys = keys_of(wanted.values()) if metadata.left_out else set()
         arranged = self._arranged(list(wanted.values()))
+        if any(arranged.values()):  # an object's entries may be stored elsewhere
+            self._complete.clear()
         answered = {
             data: [(group, encode(one)) for group, one in self._answering.answer(paths, arranged[paths.rules])]
             for data, paths in wanted.items()

@@ -47,7 +47,7 @@ class RecipeArranger:
 
     def __init__(self, recipes: Mapping[str, Recipe], rest: Arranger | None, allow_missing: Sequence[str] = ()) -> None:
         self._recipes, self._rest, self._may_be_missing = recipes, rest, matcher(allow_missing)
-        self.rules = ""  # which are for one rank alone
+        self.rules, self.idles = "", False  # which are for one rank alone
 
     def by(self, rules: str) -> RecipeArranger:
         """See :class:`..core.parts.Arranger`."""

@@ -48,6 +48,7 @@ class PaddleArranger:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)
+        self.idles = not self._config.get("aoa_statements")
         self.rules = json.dumps(self._config, sort_keys=True)
 
     def by(self, rules: str) -> PaddleArranger:
@@ -65,6 +66,8 @@ class PaddleArranger:
         self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None
     ) -> dict[str, Arranged | None]:
         """See :class:`..core.parts.Arranger`."""
+        if self.idles and wanted is not None:
+            return {}
         _check_engine()
         if wanted is not None and not wanted:
             return {}  # statements about what is not there, such as master weights of a job in float32
@@ -93,7 +96,7 @@ class PaddleArranger:
         self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None
     ) -> list[IdleStatement]:
         """See :class:`..core.parts.Arranger`."""
-        if wanted is not None and not wanted:
+        if self.idles or (wanted is not None and not wanted):
             return []
         _check_engine()
         from .aoa_engine import idle_statements

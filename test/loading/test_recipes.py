@@ -643,7 +643,7 @@ class Arranging:
     def __init__(self, arranged: dict[str, Arranged | None]) -> None:
         self.arranged = arranged
         self.wanted: dict[str, WantedTensor] = {}
-        self.rules = ""
+        self.rules, self.idles = "", False
 
     def by(self, rules: str) -> Arranging:
         return self

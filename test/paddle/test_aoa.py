@@ -700,12 +700,23 @@ def test_ranks_may_have_statements_of_their_own(tmp_path: Path, caplog: pytest.L
     assert_same(to_array(wanted[2]["third"]), np.concatenate([arrays["a"][:2], arrays["c"]]))
 
 
-@pytest.mark.parametrize("other", [["b -> x"], ["a^T -> x"], []])
+@pytest.mark.parametrize("without", [0, 1])
+def test_ranks_with_statements_beside_one_without_any(tmp_path: Path, without: int) -> None:
+    arrays = {key: array_of((4, 6), "float32", i) for i, key in enumerate("ab")}
+    wanted = [{"a": tensor_of(np.zeros((4, 6), "float32"))}, {"b": tensor_of(np.zeros((6, 4), "float32"))}]
+    said = [[], ["a^T -> b"]]
+    order = [without, 1 - without]
+    raise_first(with_statements_of_their_own(tmp_path, arrays, [wanted[i] for i in order], [said[i] for i in order]))
+    assert_same(to_array(wanted[0]["a"]), arrays["a"])
+    assert_same(to_array(wanted[1]["b"]), np.ascontiguousarray(arrays["a"].T))
+
+
+@pytest.mark.parametrize("other", [["b -> y", "b -> x"], ["b -> y", "a^T -> x"], ["b -> y"], []])
 def test_ranks_whose_statements_make_a_tensor_of_different_things_are_told(tmp_path: Path, other: list[str]) -> None:
     arrays = {key: array_of((4, 4), "float32", i) for i, key in enumerate("abx")}
     parts = {"x": cut("rows", (4, 4), 2)}
     wanted = [weights({"x": np.full((4, 4), 7, "float32")}, parts, rank) for rank in range(2)]
-    said = [["a -> x"], ["b -> y", *other]]
+    said = [["a -> x"], other]
     for error in with_statements_of_their_own(tmp_path, arrays, wanted, said):
         assert isinstance(error, ValueError)
         assert "by the statements of some ranks x is made of other things" in str(error)
