@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import paddle
@@ -136,121 +135,115 @@ def _alone(pid: int, rank: int) -> Ranks:
     return Ranks.alone(rank)
 
 
-@dataclass(slots=True)
-class _Kept:
-    """What is kept with a group: its transports, what is remembered from one save to the next, and for each coordinator
-    the connection, the attempts at it, the hub, and a lock that is held while that is made.
+class _HubMaker:
+    """Makes the hub of one coordinator, if there is none yet; a call that fails may be followed by another.
 
     ``unshared`` says why this rank can only tell the others that it has a secret.
-
-    ``lock`` is held while a connection is made. It is the group's own: on another rank the groups' turns may differ.
     """
 
-    transport: PaddleTransport
-    host_transport: PaddleTransport
-    memory: dict[str, Any] = field(default_factory=dict)
-    connections: dict[int, Ranks] = field(default_factory=dict)
-    attempts: dict[int, int] = field(default_factory=dict)
-    hubs: dict[int, TcpHub] = field(default_factory=dict)
-    unshared: ValueError | None = None
-    making: dict[int, threading.Lock] = field(default_factory=dict)
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    def __init__(self, group: Any, members: tuple[int, ...], rank: int, coordinator: int) -> None:
+        self._group, self._members, self._rank, self._coordinator = group, members, rank, coordinator
+        self._calls = 0
+        self._hub: TcpHub | None = None
+        self._making = threading.Lock()
+        self.unshared: ValueError | None = None
+
+    def hub(self, timeout: float, check: Callable[[], None] = lambda: None) -> TcpHub:
+        """The hub. ``check`` is called while it is waited for, and may raise to stop.
+
+        It is made on a thread, which no interrupt reaches. An interrupted rank that made it anew would leave the others
+        with the address of one that is gone, or find its own place taken.
+        """
+        timeout = max(timeout, SHORTEST_TIMEOUT)
+        number = self._calls
+        self._calls = number + 1  # a call that fails here counts, or this rank would be a call behind
+        made = _started(functools.partial(self._get, number, timeout), "paddle_dist_ckpt connection")
+        while not made.done():
+            check()
+            wait([made], _POLL_SECONDS)
+        return made.result()
+
+    def _get(self, number: int, timeout: float) -> TcpHub:
+        if not self._making.acquire(timeout=timeout):  # a call that was interrupted waits longer for the coordinator
+            raise not_set_up(self._coordinator, timeout)
+        try:
+            if self._hub is None:
+                self._hub = self._made(number, timeout)
+            self._hub.pass_over(number)
+            self._hub.announce()  # if that failed before, others may have come to this one all the same
+            return self._hub
+        finally:
+            self._making.release()
+
+    def _made(self, number: int, timeout: float) -> TcpHub:
+        members, coordinator = self._members, self._coordinator
+        key = f"{_ATTRIBUTE}/{self._group.id}/{'-'.join(map(str, members))}/{coordinator}"
+        try:
+            store = _PaddleStore(timeout)
+            secret = agreed_secret(store, f"{key}/secret/{number}", self._rank, members, timeout)
+        except NoSecretAtFirstError as error:
+            if coordinator != members[0]:
+                raise
+            self.unshared, secret = ValueError(str(error)), b""
+        except ValueError as error:
+            if self._rank == coordinator:
+                refuse(store, key, number, error)  # ranks that have no secret wait for the hub
+            raise
+        except OSError as error:
+            raise unreachable(coordinator, "was lost before its control hub was known", error) from error
+        return TcpHub(
+            self._rank,
+            members,
+            coordinator,
+            store,
+            key,
+            bind_host=_own_host(),
+            bootstrap_timeout=timeout,
+            secret=secret,
+            opened=number,
+            announced=False,
+        )
+
+
+class _Kept:
+    """What is kept with a group: its transports, what is remembered from one save to the next, and the connection for
+    each coordinator."""
+
+    def __init__(self, group: Any, members: tuple[int, ...], rank: int) -> None:
+        self.transport = self._host_transport = PaddleTransport(lambda: group, takes_host_memory(group))
+        if not takes_host_memory(group):
+            self._host_transport = PaddleTransport(lambda: _host_group(group))
+        self._rank, self._members = rank, members
+        self._memory: dict[str, Any] = {}
+        self._make = functools.cache(functools.partial(_HubMaker, group, members, rank))  # by coordinator
+        self._connections: dict[int, Ranks] = {}
+        # Held while a connection is made. It is the group's own: on another rank the groups' turns may differ.
+        self._lock = threading.RLock()
+
+    def connection(self, coordinator: int, timeout: float) -> Ranks:
+        """The connection for a coordinator, made when it is first used."""
+        first = self._members[0]
+        with self._lock:
+            if coordinator not in self._connections:
+                hub: ControlHub
+                if coordinator == first:
+                    maker = self._make(first)
+                    hub = maker.hub(timeout)
+                    hub = hub if maker.unshared is None else RefusingHub(hub, maker.unshared)
+                else:
+                    hub = AgreedHub(self.connection(first, timeout).hub, coordinator, self._make(coordinator).hub)
+                self._connections[coordinator] = Ranks(
+                    self._rank, hub, self.transport, self._host_transport, self._memory, len(self._members)
+                )
+            return self._connections[coordinator]
 
 
 def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> Ranks:
-    """The group's connection, made when it is first used and kept with the group."""
+    """The group's connection, kept with the group."""
     if len(members) == 1:
         return _alone(os.getpid(), rank)
-    kept: _Kept = group.__dict__.get(_ATTRIBUTE) or group.__dict__.setdefault(_ATTRIBUTE, _new_kept(group))
-    with kept.lock:
-        if coordinator not in kept.connections:
-            hub: ControlHub
-            if coordinator == members[0]:
-                hub = _hub(kept, group, members, rank, coordinator, timeout)
-                hub = hub if kept.unshared is None else RefusingHub(hub, kept.unshared)
-            else:
-                meeting = _connection(group, members, rank, members[0], timeout).hub
-                make = functools.partial(_hub, kept, group, members, rank, coordinator)
-                hub = AgreedHub(meeting, coordinator, make)
-            kept.connections[coordinator] = Ranks(
-                rank, hub, kept.transport, kept.host_transport, kept.memory, len(members)
-            )
-        return kept.connections[coordinator]
-
-
-def _new_kept(group: Any) -> _Kept:
-    transport = PaddleTransport(lambda: group, takes_host_memory(group))
-    return _Kept(transport, transport if takes_host_memory(group) else PaddleTransport(lambda: _host_group(group)))
-
-
-def _hub(
-    kept: _Kept,
-    group: Any,
-    members: tuple[int, ...],
-    rank: int,
-    coordinator: int,
-    timeout: float,
-    check: Callable[[], None] = lambda: None,
-) -> TcpHub:
-    """The hub of one coordinator. ``check`` is called while it is waited for, and may raise to stop.
-
-    It is made on a thread, which no interrupt reaches. An interrupted rank that made it anew would leave the others
-    with the address of one that is gone, or find its own place taken.
-    """
-    timeout = max(timeout, SHORTEST_TIMEOUT)
-    attempts = kept.attempts.get(coordinator, 0)
-    kept.attempts[coordinator] = attempts + 1  # a call that fails here counts, or this rank would be a call behind
-    making = kept.making.setdefault(coordinator, threading.Lock())
-
-    def make() -> TcpHub:
-        if not making.acquire(timeout=timeout):  # a call that was interrupted waits longer for the coordinator
-            raise not_set_up(coordinator, timeout)
-        try:
-            if coordinator not in kept.hubs:
-                kept.hubs[coordinator] = _made_hub(kept, attempts, group, members, rank, coordinator, timeout)
-            hub = kept.hubs[coordinator]
-            hub.pass_over(attempts)
-            hub.announce()  # if that failed before, others may have come to this one all the same
-            return hub
-        finally:
-            making.release()
-
-    made = _started(make, "paddle_dist_ckpt connection")
-    while not made.done():
-        check()
-        wait([made], _POLL_SECONDS)
-    return made.result()
-
-
-def _made_hub(
-    kept: _Kept, attempts: int, group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float
-) -> TcpHub:
-    key = f"{_ATTRIBUTE}/{group.id}/{'-'.join(map(str, members))}/{coordinator}"
-    try:
-        store = _PaddleStore(timeout)
-        secret = agreed_secret(store, f"{key}/secret/{attempts}", rank, members, timeout)
-    except NoSecretAtFirstError as error:
-        if coordinator != members[0]:
-            raise
-        kept.unshared, secret = ValueError(str(error)), b""
-    except ValueError as error:
-        if rank == coordinator:
-            refuse(store, key, attempts, error)  # ranks that have no secret wait for the hub
-        raise
-    except OSError as error:
-        raise unreachable(coordinator, "was lost before its control hub was known", error) from error
-    return TcpHub(
-        rank,
-        members,
-        coordinator,
-        store,
-        key,
-        bind_host=_own_host(),
-        bootstrap_timeout=timeout,
-        secret=secret,
-        opened=attempts,
-        announced=False,
-    )
+    kept: _Kept = group.__dict__.get(_ATTRIBUTE) or group.__dict__.setdefault(_ATTRIBUTE, _Kept(group, members, rank))
+    return kept.connection(coordinator, timeout)
 
 
 def _host_group(group: Any) -> Any:

@@ -159,7 +159,7 @@ def interrupt_before_the_hub(path: str, ranks: list[int], coordinator: int, vict
         What the first raised, how long it took, and the id of the second.
     """
     state, group, begun = {"step": 1}, _groups[tuple(ranks)], time.monotonic()
-    make, interrupts = groups._hub, [KeyboardInterrupt] if dist.get_rank() == victim else []
+    make, interrupts = groups._HubMaker.hub, [KeyboardInterrupt] if dist.get_rank() == victim else []
 
     def interrupted_once(*given: Any) -> Any:
         if interrupts:
@@ -168,7 +168,7 @@ def interrupt_before_the_hub(path: str, ranks: list[int], coordinator: int, vict
 
     save_state_dict(state, path, group)  # which makes the hub on which they meet
     try:
-        with mock.patch.object(groups, "_hub", interrupted_once):
+        with mock.patch.object(groups._HubMaker, "hub", interrupted_once):
             save_state_dict(state, path, group, coordinator)
         said = "nothing"
     except (KeyboardInterrupt, CheckpointError) as error:

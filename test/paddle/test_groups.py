@@ -409,22 +409,21 @@ def test_threads_do_not_mix_the_answers_of_the_store(monkeypatch: pytest.MonkeyP
 def test_a_tiny_timeout_counts_as_a_second_where_a_hub_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else whoever comes first would not wait for the coordinator."""
     given, hub = list[float](), SimpleNamespace(pass_over=lambda number: None, announce=lambda: None)
-    monkeypatch.setattr(groups, "_made_hub", lambda *arguments: given.append(arguments[-1]) or hub)
-    transport = PaddleTransport(lambda: None)
-    for coordinator, timeout in enumerate((0.001, 5.0)):
-        groups._hub(groups._Kept(transport, transport), None, (0, 1), 1, coordinator, timeout)
+    monkeypatch.setattr(groups._HubMaker, "_made", lambda self, number, timeout: given.append(timeout) or hub)
+    for timeout in (0.001, 5.0):
+        groups._HubMaker(None, (0, 1), 1, 0).hub(timeout)
     assert given == [1.0, 5.0]
 
 
 def test_the_first_calls_of_several_threads_make_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[int]()
 
-    def slow_hub(kept: Any, group: Any, members: Any, rank: int, coordinator: int, *_: Any) -> object:
-        made.append(coordinator)
+    def slow_hub(self: Any, *_: Any) -> object:
+        made.append(self._coordinator)
         time.sleep(0.1)
         return object()
 
-    monkeypatch.setattr(groups, "_hub", slow_hub)
+    monkeypatch.setattr(groups._HubMaker, "hub", slow_hub)
     group = SimpleNamespace(id=0, ranks=[0, 1])
     with ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(groups._connection, group, (0, 1), 1, coordinator, 5.0) for coordinator in (0, 1, 0, 1)]
