@@ -46,6 +46,10 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "num_workers": (1, "a rank reads with as many threads as its part of the host's cores allows"),
     "allow_full_load": (True, "a `.metadata` is read by itself always"),
 }
+_NO_TRANSFORM = (
+    "load_transform is not supported: tensors are loaded as they were saved, and what is quantized is for the program "
+    "to convert. Pass None"
+)
 
 
 def install(
@@ -104,26 +108,12 @@ def install(
     load_options = checked("load_options", load_options, LoadOptions) or LoadOptions()
     from .paddle_adapter.patches import Replacement, in_dynamic_mode
 
-    ours = _DropIn(
-        unique_id_policy == "paddle",
-        foreign == "former",
-        save_options,
-        load_options,
-        lambda name: replacement.former(name),
-    )
-    with_tensors: list[Callable[..., Any]] = [
-        ours.save_state_dict,
-        ours.load_state_dict,
-        ours.load_merged_state_dict,
-        ours.merge_sharded_state_dict,
-    ]
-    functions = {function.__name__: in_dynamic_mode(function) for function in with_tensors}
-    others: list[Callable[..., Any]] = [
-        ours.clear_async_save_task_queue,
-        ours.load_state_dict_metadata,
-        ours.load,
-    ]
-    replacement = Replacement(functions | {function.__name__: function for function in others})
+    replaces, asks_former = unique_id_policy == "paddle", foreign == "former"
+    ours = _DropIn(replaces, asks_former, save_options, load_options, lambda name: replacement.former(name))
+    with_tensors = ("save_state_dict", "load_state_dict", "load_merged_state_dict", "merge_sharded_state_dict")
+    others = ("clear_async_save_task_queue", "load_state_dict_metadata", "load")
+    functions = {name: in_dynamic_mode(getattr(ours, name)) for name in with_tensors}
+    replacement = Replacement(functions | {name: getattr(ours, name) for name in others})
     return replacement
 
 
@@ -233,11 +223,11 @@ class _DropIn:
         _log_without_effect("load_state_dict", **of_paddle)
         options = self.load_options
         ranks = connected(process_group, coordinator_rank, options)
-        if load_transform is not None:
-            refuse(ranks, options, NotImplementedError(_NO_TRANSFORM), "load_state_dict")
         try:
+            if load_transform is not None:
+                raise NotImplementedError(_NO_TRANSFORM)
             options = _with_statements(options, aoa_config)
-        except TypeError as error:
+        except (NotImplementedError, TypeError) as error:
             refuse(ranks, options, error, "load_state_dict")
         if self.asks_former and (reason := _why_unknown(ranks, options, path, unique_id)):
             of_paddle |= {"process_group": process_group, "coordinator_rank": coordinator_rank, "unique_id": unique_id}
@@ -396,9 +386,3 @@ def _log_without_effect(function: str, **arguments: Any) -> None:
 def _with_statements(options: LoadOptions, aoa_config: Any) -> LoadOptions:
     """The options with an aoa_config, if there is one. An empty mapping is none to Paddle either."""
     return options if aoa_config is None or aoa_config == {} else dataclasses.replace(options, aoa_config=aoa_config)
-
-
-_NO_TRANSFORM = (
-    "load_transform is not supported: tensors are loaded as they were saved, and what is quantized is for the program "
-    "to convert. Pass None"
-)

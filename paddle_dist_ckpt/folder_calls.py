@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from .arguments import checked, takes
@@ -15,7 +14,7 @@ from .folder.rebuild import rebuild
 from .folder.verify import verify_checkpoint
 from .options import LoadOptions
 from .reports import VerifyReport
-from .storage import as_source, as_storage, bounded
+from .storage import as_source, as_storage
 from .wiring import checked_id, folder_of, source_of
 
 __all__ = [
@@ -215,6 +214,6 @@ def copy_checkpoint(
         [3]
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
-    bound, find_out = options.progress_timeout, functools.partial(as_storage, out)
-    with bounded(functools.partial(as_storage, path), path, bound, 0) as source, bounded(find_out, out, bound, 0) as to:
+    bound = options.progress_timeout
+    with folder_of(as_storage, path, bound) as source, folder_of(as_storage, out, bound) as to:
         return copy(source, to, checked_id(unique_id), options.progress)

@@ -195,20 +195,20 @@ def load_with(
 
 def source_of(path: Any, options: LoadOptions, rank: int = 0) -> AbstractContextManager[Storage]:
     """The storage to read from that a user means by ``path``, until the end of the block, as the options bound it."""
-    return bounded(functools.partial(as_source, path), path, options.progress_timeout, rank)
+    return folder_of(as_source, path, options.progress_timeout, rank)
 
 
 def folder_of(
-    find: Callable[[Any], Storage], path: Any, progress_timeout: float | None
+    find: Callable[[Any], Storage], path: Any, progress_timeout: float | None, rank: int = 0
 ) -> AbstractContextManager[Storage]:
-    """The storage that ``find`` makes of what a user passes as ``path``, until the end of the block, without options.
+    """The storage that ``find`` makes of what a user passes as ``path``, until the end of the block.
 
     Raises:
         ValueError: ``progress_timeout`` is out of range.
     """
     if progress_timeout is not None:
         progress_timeout = checked_timeout("progress_timeout", progress_timeout)
-    return bounded(functools.partial(find, path), path, progress_timeout, 0)
+    return bounded(functools.partial(find, path), path, progress_timeout, rank)
 
 
 def arranger_of(options: LoadOptions, others: bool = False) -> Arranger | None:
