@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,20 +22,16 @@ from paddle_dist_ckpt import (
     UnsupportedValueError,
     concat,
     export,
-    install,
     load_merged_state_dict,
     load_state_dict,
     read_metadata,
     save_state_dict,
     stored,
-    verify,
 )
 from paddle_dist_ckpt.core import parts as core_parts
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.export_calls import export_request
 from paddle_dist_ckpt.loading.stored_tensors import stored_tensors
-from paddle_dist_ckpt.state_exports import export_filled_with
 from paddle_dist_ckpt.wiring import load_with, paddles
 from test.paddle.layouts import Array
 from test.paddle.tensors import to_array
@@ -894,180 +889,6 @@ def test_statements_that_change_nothing_are_errors_for_whole_tensors_too_if_noth
     all_in_use = LoadOptions(aoa_config={"aoa_statements": ["a -> b"]}, strict="all")
     assert set(load_merged_state_dict(tmp_path / "saved", options=all_in_use)) == {"b"}
     assert export(tmp_path / "saved", tmp_path / "out", options=all_in_use).tensors == 1
-
-
-# -- whole tensors, as safetensors -------------------------------------------------------------------------------------
-
-
-MERGED = [
-    ["a -> t", "b -> a", "t -> b"],
-    ["square^T -> square"],
-    ["a, b -> t, axis=0", "t -> b, a, axis=0"],
-    ["ffn -> ffn, fused_ffn"],
-    ["half -> h, dtype='float32'", "h -> half, dtype='bfloat16'", "a -> new"],
-    [],
-]
-
-
-def merges(tmp_path: Path, statements: list[str], **more: Any) -> tuple[dict[str, Array], dict[str, Array]]:
-    """What Paddle's own function makes of a checkpoint of its own, and what ours does."""
-    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    arrays = {key: array_of((4, 6), "float32", i) for i, key in enumerate("ab")}
-    arrays |= {"square": array_of((4, 4), "float32", 2), "half": array_of((3, 2), BF16, 3)}
-    arrays |= {"ffn": array_of((4, 8), "float32", 4), "a.moment1_0": array_of((4, 6), "float32", 5)}
-    everything = {key: cut("whole", array.shape, 1) for key, array in arrays.items()}
-    dist.save_state_dict(weights(arrays, everything, 0), str(tmp_path / "saved"))
-    config = {"aoa_statements": statements, "enable_traceback": False}
-    home.merge_sharded_state_dict(str(tmp_path / "saved"), str(tmp_path / "theirs"), aoa_config=config, **more)
-    with install():
-        home.merge_sharded_state_dict(str(tmp_path / "saved"), str(tmp_path / "ours"), aoa_config=config, **more)
-    found = [load_merged_state_dict(tmp_path / who, flat=True) for who in ("theirs", "ours")]
-    theirs, ours = ({key: to_array(tensor) for key, tensor in tensors.items()} for tensors in found)
-    return theirs, ours
-
-
-@pytest.mark.parametrize("statements", some(MERGED, 3))
-def test_merges_are_those_of_paddle(
-    tmp_path: Path, statements: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(paddle.Tensor, "cuda", lambda self, *_, **__: self)  # as there is none
-    theirs, ours = merges(tmp_path, statements, skip_postfix_list=["moment1_0"])
-    assert set(theirs) == set(ours) == {"a", "b", "square", "half", "ffn"}
-    for key, array in theirs.items():
-        assert_same(ours[key], array)
-    assert ("and not new" in caplog.text) == ("a -> new" in statements)
-
-
-def test_a_merge_of_what_is_dropped_or_does_not_fit(tmp_path: Path) -> None:
-    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    save_state_dict({"a": paddle.ones([2, 3]), "b": paddle.ones([3, 2])}, tmp_path / "saved")
-    with install():
-
-        def merge(name: str, *statements: str) -> Any:
-            config = {"aoa_statements": list(statements), "enable_traceback": False}
-            return home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / name, aoa_config=config)
-
-        assert merge("dropped", "a -> _").tensors == 1
-        with pytest.raises(StateDictMismatchError, match="b: the target has shape"):
-            merge("gone", "a -> b")
-        with pytest.raises(ValueError, match="aoa_config: gone"):
-            merge("gone", "gone -> a")
-        with pytest.raises(ValueError, match="is there already"):
-            merge("dropped", "b^T -> a")
-    assert set(load_merged_state_dict(tmp_path / "dropped")) == {"b"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dropped", "saved"]
-
-
-def test_a_merge_looks_for_no_tensor_under_the_key_that_a_program_has_for_it(tmp_path: Path) -> None:
-    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    save_state_dict({key: paddle.full([2], number) for number, key in enumerate("abc")}, tmp_path / "saved")
-    with install(load_options=LoadOptions(key_map={"a": "b"}, resize={"*": 0})):
-        config = {"aoa_statements": ["b -> c"]}
-        home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "merged", aoa_config=config)
-    merged = load_merged_state_dict(tmp_path / "merged")
-    assert {key: tensor.tolist() for key, tensor in merged.items()} == {"a": [0, 0], "b": [1, 1], "c": [1, 1]}
-
-
-def test_a_merge_says_what_it_leaves_out_for_it_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    save_state_dict({"a": paddle.ones([2, 3]), "b": paddle.ones([3, 2]), "c": paddle.ones([1])}, tmp_path / "saved")
-    with install(load_options=LoadOptions(strict=False)):
-        config = {"aoa_statements": ["a -> b", "c -> _"]}
-        assert home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "out", aoa_config=config).tensors == 1
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [text.startswith("left out: b: the target has shape [3, 2]") for text in said] == [True]
-
-
-def test_a_merge_takes_no_tensor_for_another_whose_key_is_the_same_but_for_escapes(tmp_path: Path) -> None:
-    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    state = {"a.b": paddle.full([2], 1.0), "a": {"b": paddle.full([2], 2.0)}, "c": paddle.full([1, 2], 3.0)}
-    save_state_dict(state, tmp_path / "saved")
-    config = {"aoa_statements": ["c -> d"]}
-    with install(load_options=LoadOptions(strict=False)):
-        for others in ([], ["\\.b"]):
-            with pytest.raises(UnsupportedValueError, match=r"a.*\.b: such keys are escaped"):
-                home.merge_sharded_state_dict(
-                    tmp_path / "saved", tmp_path / "merged", skip_postfix_list=others, aoa_config=config
-                )
-        home.merge_sharded_state_dict(
-            tmp_path / "saved", tmp_path / "merged", skip_postfix_list=["b"], aoa_config=config
-        )
-    merged = load_merged_state_dict(tmp_path / "merged")
-    assert {key: tensor.tolist() for key, tensor in merged.items()} == {"c": [[3, 3]]}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [LoadOptions(aoa_config={"aoa_statements": ["a -> b", "a -> new"]}), LoadOptions(recipes={"b": stored("a")})],
-)
-def test_a_merge_fills_what_is_stored_by_the_options_too(tmp_path: Path, options: LoadOptions) -> None:
-    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    save_state_dict({key: paddle.full([2], number) for number, key in enumerate("abc")}, tmp_path / "saved")
-    with install(load_options=options):
-        home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "merged")
-    merged = load_merged_state_dict(tmp_path / "merged")
-    assert {key: tensor.tolist() for key, tensor in merged.items()} == {"a": [0, 0], "b": [0, 0], "c": [2, 2]}
-
-
-def test_a_merge_of_what_one_rank_cannot_hold_ends_on_all(tmp_path: Path) -> None:
-    save_state_dict({"a": paddle.ones([2]), "b": np.zeros([1] * 10, "float32")}, tmp_path / "saved")
-    request = export_request(tmp_path / "merged")
-    options = LoadOptions(timeout=20, aoa_config={"aoa_statements": ["a -> c"]})
-    errors = on_ranks([{}, {}], lambda ranks, _: export_filled_with(ranks, tmp_path / "saved", request, options, False))
-    assert all(isinstance(error, UnsupportedValueError) for error in errors), errors
-    assert all("b: Paddle has no tensors of more than 9 dimensions" in str(error) for error in errors)
-
-
-def test_a_merge_by_a_pattern_of_what_is_wanted(tmp_path: Path) -> None:
-    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    state = {"a": paddle.arange(4.0), **{f"m.{i}.x": paddle.zeros([2]) for i in range(2)}}
-    save_state_dict(state, tmp_path / "saved")
-    with install():
-        config = {"aoa_statements": ["a -> m.*.x, axis=0"]}
-        home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "merged", aoa_config=config)
-    merged = load_merged_state_dict(tmp_path / "merged", flat=True)
-    assert [merged[f"m.{i}.x"].tolist() for i in range(2)] == [[0, 1], [2, 3]]
-
-
-def test_a_merge_goes_on_without_the_recipes_of_what_it_does_not_write(tmp_path: Path) -> None:
-    """They are for the program's loads: of keys that are not stored, or not asked for."""
-    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    keys = ("a", "b", "m.a", "m.b")
-    save_state_dict({key: paddle.full([2], number) for number, key in enumerate(keys)}, tmp_path / "saved")
-    recipes = {"b": stored("a"), "m.b": stored("m.a"), "new": stored("a"), "n.{x}": stored("m.{x}")}
-    with install(load_options=LoadOptions(recipes=recipes)):
-        home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "all")
-        home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "part", prefix="m")
-    everything, part = (load_merged_state_dict(tmp_path / name, flat=True) for name in ("all", "part"))
-    assert [everything[key].tolist() for key in keys] == [[0, 0], [0, 0], [2, 2], [2, 2]]
-    assert {key: tensor.tolist() for key, tensor in part.items()} == {"m.a": [2, 2], "m.b": [2, 2]}
-
-
-def test_a_merge_in_static_mode(tmp_path: Path) -> None:
-    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    save_state_dict({"a": paddle.ones([2]), "b": paddle.zeros([2])}, tmp_path / "saved")
-    with install():
-        paddle.enable_static()
-        try:
-            config = {"aoa_statements": ["a -> b"]}
-            home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / "merged", aoa_config=config)
-        finally:
-            paddle.disable_static()
-    assert load_merged_state_dict(tmp_path / "merged")["b"].tolist() == [1, 1]
-
-
-def test_a_merge_of_what_a_killed_export_has_left_does_not_remove_it(tmp_path: Path) -> None:
-    """It is all that there is, until the merge is done."""
-    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    hidden = tmp_path / ".merged.state-0123456789abcdef"
-    save_state_dict({"a": paddle.ones([2, 3])}, hidden)
-    (hidden / ".claim").write_text(hidden.name)
-    os.utime(hidden / ".claim", (1, 1))
-    with install():
-        home.merge_sharded_state_dict(hidden, tmp_path / "merged", aoa_config={"aoa_statements": ["a -> b", "b -> a"]})
-    assert set(load_merged_state_dict(tmp_path / "merged")) == {"a"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [hidden.name, "merged"]
-    assert verify(hidden).ok
 
 
 # -- other versions of Paddle ------------------------------------------------------------------------------------------

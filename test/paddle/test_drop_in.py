@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import io
-import json
 import logging
 import os
 import pickle
@@ -278,46 +277,6 @@ def test_a_merge_that_is_wrong_on_one_rank_is_so_on_all(pool: RankPool, tmp_path
         assert re.search("no folder /nowhere|'int' object is not iterable|must be a mapping, not str", merged.message)
         assert merged.seconds < 30
         assert after.error is None
-
-
-@has_merged
-@pytest.mark.parametrize("config", [None, {"aoa_statements": ["w -> w"]}])
-def test_a_merge_says_what_it_cannot_read(config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    merge: Any = importlib.import_module("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    header = {
-        key: {"dtype": dtype, "shape": [1], "data_offsets": [at, at + 1]}
-        for at, (key, dtype) in enumerate({"w": "U8", "odd": "F8_E8M0", "skipped": "F8_E8M0"}.items())
-    }
-    text = json.dumps(header).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(3))
-    with install():
-        report = merge.merge_sharded_state_dict(
-            tmp_path, tmp_path / "out", skip_postfix_list=["skipped"], aoa_config=config
-        )
-    assert (report.tensors, report.left_out) == (1, ("odd",))
-    assert ["odd is left out" in record.getMessage() for record in caplog.records].count(True) == 1
-
-
-@has_merged
-def test_a_merge_leaves_out_endings_and_not_letters(tmp_path: Path) -> None:
-    merge: Any = importlib.import_module("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    save_state_dict({"a.weight": paddle.ones([2]), "a.bias": paddle.ones([2]), "as": paddle.ones([2])}, tmp_path / "a")
-    with install():
-        with pytest.raises(TypeError, match="skip_postfix_list must be a list of endings, not 'bias'"):
-            merge.merge_sharded_state_dict(tmp_path / "a", tmp_path / "b", skip_postfix_list="bias")
-        merge.merge_sharded_state_dict(tmp_path / "a", tmp_path / "b", skip_postfix_list=["bias"])
-    assert set(load_merged_state_dict(tmp_path / "b", flat=True)) == {"a.weight", "as"}
-
-
-@has_merged
-def test_a_merge_takes_no_key_for_the_pattern_of_another(tmp_path: Path) -> None:
-    merge: Any = importlib.import_module("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
-    state = {"x*": paddle.ones([2]), "x[*]": paddle.zeros([2]), "xy": paddle.ones([1])}
-    save_state_dict(state, tmp_path / "a")
-    with install():
-        merge.merge_sharded_state_dict(tmp_path / "a", tmp_path / "b", skip_postfix_list=["y"])
-    merged = load_merged_state_dict(tmp_path / "b", flat=True)
-    assert {key: tensor.tolist() for key, tensor in merged.items()} == {"x*": [1, 1], "x[*]": [0, 0]}
 
 
 @pytest.mark.parametrize(

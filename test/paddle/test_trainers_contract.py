@@ -26,10 +26,7 @@ from paddle_dist_ckpt import (
     SaveReport,
     UnsupportedValueError,
     drop_in,
-    folder_calls,
     list_checkpoints,
-    load_merged_state_dict,
-    read_metadata,
     save_state_dict,
 )
 from paddle_dist_ckpt.drop_in import install, uninstall
@@ -39,7 +36,7 @@ from test.paddle.versions import lacks
 from test.ranks.pool import RankPool
 
 RANKS = 2
-MERGE, CLEAR = "merge_sharded_state_dict", "clear_async_save_task_queue"
+CLEAR = "clear_async_save_task_queue"
 LOAD_OWN, PADDLE_LOAD = dist.load_state_dict, paddle.load
 has_merged = lacks(hasattr(dist, "load_merged_state_dict"), "has no paddle.distributed.load_merged_state_dict")
 
@@ -210,69 +207,6 @@ def test_a_bad_choice_replaces_nothing() -> None:
 
 
 # -- what goes with the three functions
-
-
-def test_a_checkpoint_is_merged_to_safetensors(tmp_path: Path) -> None:
-    home = home_of(MERGE)
-    state = {
-        "model": {"w": paddle.arange(6, dtype="float32"), "b": paddle.ones([2])},
-        "optimizer": {"w.m": paddle.ones([1])},
-    }
-    with install():
-        dist.save_state_dict(state, tmp_path / "saved")
-        getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "all"), skip_postfix_list=["b", ".m"])
-        getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "model"), prefix="model")
-        getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "named"), safetensor_prefix="weights")
-        for prefix in ("", "a/b", ".a"):
-            with pytest.raises(ValueError, match="names of files cannot begin with"):
-                getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "x"), safetensor_prefix=prefix)
-    assert load_merged_state_dict(tmp_path / "all", flat=True)["model.w"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert list(read_metadata(tmp_path / "all").state_dict_metadata) == ["model.w"]
-    assert sorted(read_metadata(tmp_path / "model").state_dict_metadata) == ["model.b", "model.w"]
-    assert [path.name for path in (tmp_path / "named").iterdir()] == ["weights.safetensors"]
-    assert not (tmp_path / "x").exists()
-
-
-as_stored_and_as_made = pytest.mark.parametrize(
-    "aoa_config", [None, {"aoa_statements": ["a -> a"]}], ids=["as stored", "as made"]
-)
-
-
-@as_stored_and_as_made
-def test_a_merge_says_of_no_format_what_trainers_of_paddle_refuse(tmp_path: Path, aoa_config: Any) -> None:
-    """PaddleNLP loads safetensors files that say nothing of a format, as Paddle's own, or that it is numpy's."""
-    home = home_of(MERGE)
-    save_state_dict({"a": paddle.ones([2])}, tmp_path / "saved")
-    with install():
-        getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "merged"), aoa_config=aoa_config)
-    with safe_open(tmp_path / "merged" / "model.safetensors", "numpy") as file:
-        assert file.metadata() is None
-        assert list(file.keys()) == ["a"]
-
-
-@as_stored_and_as_made
-def test_a_merge_is_of_one_checkpoint_with_all_of_its_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aoa_config: Any
-) -> None:
-    """Another one, with more keys, is saved when the merge has looked at the keys."""
-    home, saved, one = home_of(MERGE), str(tmp_path / "saved"), paddle.ones([2])
-    save_state_dict({"a": one}, saved)
-    read, times = folder_calls.read_checkpoint, list[int]()
-
-    def read_and_save(storage: Any, unique_id: int | None) -> Metadata:
-        metadata = read(storage, unique_id)
-        times.append(metadata.unique_id)
-        if len(times) == 1:
-            save_state_dict({"a": 2 * one, "b": one}, saved)
-        return metadata
-
-    monkeypatch.setattr(folder_calls, "read_checkpoint", read_and_save)
-    with install():
-        getattr(home, MERGE)(saved, str(tmp_path / "merged"), aoa_config=aoa_config)
-    assert times == [0]
-    assert list_checkpoints(saved) == [0, 1]
-    merged = load_merged_state_dict(tmp_path / "merged")
-    assert {key: value.tolist() for key, value in merged.items()} == {"a": [1, 1]}
 
 
 def test_saves_in_the_background_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
