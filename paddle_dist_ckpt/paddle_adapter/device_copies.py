@@ -40,7 +40,7 @@ _MOST_UNDER_WAY = 4 * PACK_BYTES  # of the device's memory, and of the host's, b
 _REFUSALS = (RuntimeError, NotImplementedError, ValueError, TypeError, OSError, MemoryError)
 
 _Request = tuple[Any, int, int, int]
-_Work = tuple[Sequence[Any], int, Callable[[], None] | None]
+_Work = tuple[Sequence[Any], int, Sequence[Callable[[], None]]]
 """Tensors that are in use until it is done, the bytes of the device's memory among them, and what to do then."""
 
 
@@ -51,7 +51,7 @@ class _UnderWay:
     number: int
     event: Any
     nbytes: int
-    finish: Callable[[], None] | None
+    finishes: Sequence[Callable[[], None]]
 
 
 class DeviceCopies:
@@ -90,8 +90,7 @@ class DeviceCopies:
                 or (most and sum(one.nbytes for one in tuple(self._under_way)) > most)
             ):
                 wait_for(self._under_way[0].event)
-                finish = self._under_way[0].finish
-                if finish is not None:
+                for finish in self._under_way[0].finishes:
                     finish()
                 self._under_way.popleft()
 
@@ -145,10 +144,10 @@ class DeviceCopies:
             with paddle.device.stream_guard(stream) if stream is not None else nullcontext():
                 try:
                     for work in works:
-                        used, size, finish = work()
+                        used, size, more = work()
                         kept.extend(used)
                         nbytes += size
-                        finishes += [finish] if finish is not None else []
+                        finishes += more
                 finally:
                     if stream is not None:
                         self._last[device] = event = recorded(stream, device, kept)
@@ -156,7 +155,7 @@ class DeviceCopies:
                         paddle.device.synchronize(device)
             if nbytes:
                 self._number = next(self._numbers)
-                self._under_way.append(_UnderWay(self._number, event, nbytes, _each_of(finishes)))
+                self._under_way.append(_UnderWay(self._number, event, nbytes, finishes))
 
     def _stream(self, device: str) -> Any:
         if device not in self._streams:
@@ -178,7 +177,7 @@ class DeviceCopies:
         def work() -> _Work:
             packed, target = paddle.concat(parts), pack.alike(data, inner)
             target.copy_(packed, False)
-            return [parts, packed, target], len(data), finish
+            return [parts, packed, target], len(data), [finish]
 
         return work
 
@@ -204,7 +203,7 @@ class DeviceCopies:
                 paddle._legacy_C_ops.split(packed._slice(start, at), some, "sections", here, "axis", 0)
             if [part.data_ptr() for part in parts] != pack.expected:
                 raise RuntimeError("Paddle has split a tensor into other memory than it was given")
-            return [parts, packed, source], len(data), finish
+            return [parts, packed, source], len(data), [finish]
 
         return work
 
@@ -296,10 +295,10 @@ def _read_one(request: _Request) -> _Work:
     if isinstance(memory, StridedBytes):
         source = memory.view().contiguous()
         target.copy_(source, False)
-        return (memory, source, target), nbytes, None
+        return (memory, source, target), nbytes, ()
     source = memory.part(start, nbytes)
     target.copy_(source, False)
-    return (source, target), 0, None
+    return (source, target), 0, ()
 
 
 def _write_one(request: _Request) -> _Work:
@@ -309,18 +308,10 @@ def _write_one(request: _Request) -> _Work:
         between = paddle.empty(source.shape, source.dtype)
         between.copy_(source, False)
         memory.write(between)
-        return (memory, source, between), nbytes, None
+        return (memory, source, between), nbytes, ()
     target = memory.part(start, nbytes)
     target.copy_(source, False)
-    return (source, target), 0, None
-
-
-def _each_of(works: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
-    def run() -> None:
-        for work in works:
-            work()
-
-    return run if works else None
+    return (source, target), 0, ()
 
 
 class PaddleDevices:
