@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..core.box import Box
     from ..files.metadata import Metadata
     from ..storage.base import Storage
-    from .contents import Statistics, TensorContent, ValueContent
+    from .contents import Statistics, TensorContent
 
 __all__ = ["cat"]
 
@@ -63,20 +63,25 @@ def cat(
 
 
 def _cat(storage: Storage, metadata: Metadata, key: str, region: str | None, stats: bool, json: bool) -> None:
-    from .contents import ValueContent, find_content
+    from .contents import TensorContent, is_value, leaf_of, leaf_values
     from .regions import parse_slice
 
-    content = find_content(metadata, key)
-    if isinstance(content, ValueContent):
+    leaf = leaf_of(metadata, key)
+    if is_value(metadata, leaf):
         if region is not None or stats:
             raise ValueError(f"{key} is a value, which has neither slices nor statistics")
-        _print_value(storage, metadata, content, json)
+        (value,) = leaf_values(storage, metadata, [leaf])
+        if json:
+            print_json({"key": key, "kind": "value", "value": value})
+        else:
+            say_text(value if isinstance(value, str) else value_text(value, _MOST_LETTERS))
         return
-    part = _Slice(storage, metadata, content, *parse_slice(region or "", content.shape))
+    tensor = TensorContent(storage, metadata, leaf)
+    part = _Slice(tensor, *parse_slice(region or "", tensor.layout.shape))
     if json:
         found = {"stats": _statistics(part, progress=False)} if stats else {"values": _all_items(part)}
-        tensor = {"key": key, "kind": "tensor", "dtype": content.dtype.name, "shape": content.shape}
-        print_json({**tensor, "slice": region, **found})
+        facts = {"key": key, "kind": "tensor", "dtype": tensor.dtype.name, "shape": tensor.layout.shape}
+        print_json({**facts, "slice": region, **found})
     elif stats:
         _print_statistics(part)
     else:
@@ -86,8 +91,6 @@ def _cat(storage: Storage, metadata: Metadata, key: str, region: str | None, sta
 class _Slice(NamedTuple):
     """A slice of a tensor: its region, and the dimensions of that which the slice keeps."""
 
-    storage: Storage
-    metadata: Metadata
     tensor: TensorContent
     box: Box
     kept: tuple[int, ...]
@@ -105,22 +108,11 @@ class _Slice(NamedTuple):
         return f"{self.tensor.key}  {shape_text(self.shape)} {self.tensor.dtype.name}"
 
 
-def _print_value(storage: Storage, metadata: Metadata, content: ValueContent, json: bool) -> None:
-    from .contents import read_value
-
-    value = read_value(storage, metadata, content)
-    if json:
-        print_json({"key": content.key, "kind": "value", "value": value})
-    else:
-        say_text(value if isinstance(value, str) else value_text(value, _MOST_LETTERS))
-
-
 def _statistics(part: _Slice, progress: bool | None) -> Statistics:
     from ..core.progress import Progress
-    from .contents import statistics
 
     with Progress("read", part.nbytes, progress, True) as bar:
-        return statistics(part.storage, part.metadata, part.tensor, part.box, bar)
+        return part.tensor.statistics(part.box, bar)
 
 
 def _print_statistics(part: _Slice) -> None:
@@ -132,31 +124,24 @@ def _print_statistics(part: _Slice) -> None:
 
 def _all_items(part: _Slice) -> Any:
     """All items as lists; None if they are too many."""
-    from .contents import read_region
-
     if part.box.size > _MOST_ITEMS or _letters(part.shape) > _MOST_JSON:
         return None
-    raw = read_region(part.storage, part.metadata, part.tensor, part.box)
-    return _readable(raw, part.tensor.dtype).reshape(part.shape).tolist()
+    return _readable(part.tensor.region(part.box), part.tensor.dtype).reshape(part.shape).tolist()
 
 
 def _print_items(part: _Slice) -> None:
     """Print the items, or of many those at the edges."""
     import numpy as np
 
-    from .contents import read_edges, read_region
     from .regions import edge_items
 
-    storage, metadata, tensor, box, kept = part
+    tensor, box, kept = part
     large = box.size > _MOST_PRINTED
     shown, edge = edge_items(box, _MOST_PRINTED) if large else (box, 0)
     firsts = [dimension for dimension in kept if shown.shape[dimension] < box.shape[dimension]]
-    kept = tuple(dimension for dimension in kept if dimension not in firsts)
-    if large:
-        raw = read_edges(storage, metadata, tensor, shown, edge)
-    else:
-        raw = read_region(storage, metadata, tensor, shown)
-    items = _readable(raw, tensor.dtype).reshape([raw.shape[dimension] for dimension in kept])
+    raw = tensor.edges(shown, edge) if large else tensor.region(shown)
+    shape = [raw.shape[dimension] for dimension in kept if dimension not in firsts]
+    items = _readable(raw, tensor.dtype).reshape(shape)
     say(f"{part.title}, {human_bytes(part.nbytes)}", "head")
     if firsts:
         say(f"of the first {count(len(firsts), 'dimension')} only the first item; see --slice", "faint")

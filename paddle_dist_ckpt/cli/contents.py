@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from ..core.box import Box
 from ..core.decoding import decoding
 from ..core.dtypes import DType, arithmetic_dtype
+from ..core.layouts import Layout
 from ..core.memory import zeros_of
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError
@@ -25,18 +26,7 @@ from ..tree.values import from_jsonable
 from ..visible import MOST_KEY, visible
 from .regions import WINDOW_BYTES, best_along, edges, windows
 
-__all__ = [
-    "Statistics",
-    "TensorContent",
-    "ValueContent",
-    "examples_text",
-    "find_content",
-    "known",
-    "read_edges",
-    "read_region",
-    "read_value",
-    "statistics",
-]
+__all__ = ["Statistics", "TensorContent", "examples_text", "is_value", "leaf_of", "leaf_values"]
 
 _MOST_WINDOWS = 1 << 10
 _ITEMS_AT_ONCE = 1 << 20  # that are there in 64 bits
@@ -71,50 +61,125 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class TensorContent:
-    """A tensor of a checkpoint: its place in the table, its flat key, its shape and element type."""
+    """What is in a tensor of a checkpoint, ``row`` of its table."""
 
+    storage: Storage
+    metadata: Metadata
     row: int
-    key: str
-    shape: tuple[int, ...]
-    dtype: DType
+
+    @property
+    def key(self) -> str:
+        """Its flat key."""
+        return self.metadata.key(self.metadata.table.paths[self.row])
+
+    @property
+    def layout(self) -> Layout:
+        """How it is cut."""
+        return self.metadata.table.layouts[self.metadata.table.layout_of[self.row]]
+
+    @property
+    def dtype(self) -> DType:
+        """Its element type."""
+        return self.metadata.table.dtypes[self.row]
+
+    def region(self, box: Box) -> np.ndarray:
+        """The items of a region, of the region's shape, as raw items."""
+        with self._reader([box]) as reader:
+            items = zeros_of(box.shape, self.dtype.raw, self.key)
+            reader.read([0], [items])
+        return items
+
+    def edges(self, box: Box, items: int) -> np.ndarray:
+        """A small array that numpy, if told to leave out the middle of it, prints like the region; see
+        :func:`.regions.edges`."""
+        small = np.zeros([min(n, 2 * items + 1) for n in box.shape], self.dtype.raw)
+        parts = list(edges(box, items))
+        targets = [small[Box(place, part.shape).slices] for part, place in parts]
+        with self._reader([part for part, _ in parts]) as reader:
+            reader.read(range(len(parts)), targets)
+        return small
+
+    def statistics(self, box: Box, progress: Callable[[int], None]) -> Statistics:
+        """The statistics of a region, read in windows of 16 MiB; nothing is read of what are holes."""
+        sums = _Sums()
+        for raw, times in self._windows(box):
+            items = raw.reshape(-1)
+            with np.errstate(over="ignore"):  # a sum that is infinite says so itself
+                for start in range(0, items.size, _ITEMS_AT_ONCE):
+                    sums.add(items[start : start + _ITEMS_AT_ONCE].view(arithmetic_dtype(self.dtype)), times)
+            progress(raw.nbytes * times)
+        return sums.statistics(box.size)
+
+    def _windows(self, box: Box) -> Iterator[tuple[np.ndarray, int]]:
+        """The raw items of a region, some at a time, and how many times there are these: of a hole one zero so many
+        times.
+
+        Of a region of more than 16 GiB windows are larger at first, so that large holes are known by a few looks.
+        """
+        itemsize = self.dtype.itemsize
+        most = max(WINDOW_BYTES, box.size * itemsize // _MOST_WINDOWS)
+        parts = list(windows(box, itemsize, most, best_along(self.layout, itemsize, most)))
+        with self._reader(parts) as reader:
+            for row, part in enumerate(parts):
+                if reader.is_hole(row):
+                    yield np.zeros(1, self.dtype.raw), part.size
+                elif part.size * itemsize > WINDOW_BYTES:
+                    yield from self._windows(part)
+                else:
+                    raw = np.empty(part.shape, self.dtype.raw)
+                    reader.read([row], [raw], threads=2)
+                    yield raw, 1
+
+    def _reader(self, boxes: Sequence[Box]) -> BoxReader:
+        return BoxReader(self.storage, self.metadata, [self.row] * len(boxes), boxes)
 
 
-@dataclass(frozen=True, slots=True)
-class ValueContent:
-    """A value of a checkpoint: its flat key, and its place in the table, or, without one, its tagged JSON form."""
-
-    key: str
-    row: int | None
-    tree: Any = None
-
-
-def find_content(metadata: Metadata, key: str) -> TensorContent | ValueContent:
-    """The tensor or value of a flat key.
+def leaf_of(metadata: Metadata, key: str) -> int:
+    """The leaf of a flat key. Leaves are numbered as paths are: rows of the table, and then values of `.metadata`.
 
     Raises:
         CheckpointNotFoundError: there is no such key; says which are like it.
     """
-    table = metadata.table
-    for path, tree in metadata.value_records:
-        if metadata.key(path) == key:
-            return ValueContent(key, None, tree)
-    row = next((row for row, path in enumerate(table.paths) if metadata.key(path) == key), None)
-    if row is None:
-        reason = unread(metadata, Selection(keys=[key])).get(key)
-        if reason is not None:
-            raise CheckpointNotFoundError(f"{key} of checkpoint {metadata.unique_id} is not read: {reason}")
-        raise CheckpointNotFoundError(
-            f"checkpoint {metadata.unique_id} has no key '{visible(key)}'; {examples_text(metadata, key)}"
-        )
-    if table.kinds[row] == Kind.VALUE:
-        return ValueContent(key, row)
-    return TensorContent(row, key, table.layouts[table.layout_of[row]].shape, table.dtypes[row])
+    leaf = next((leaf for leaf, path in enumerate(metadata.paths) if metadata.key(path) == key), None)
+    if leaf is not None:
+        return leaf
+    reason = unread(metadata, Selection(keys=[key])).get(key)
+    if reason is not None:
+        raise CheckpointNotFoundError(f"{key} of checkpoint {metadata.unique_id} is not read: {reason}")
+    raise CheckpointNotFoundError(
+        f"checkpoint {metadata.unique_id} has no key '{visible(key)}'; {examples_text(metadata, key)}"
+    )
+
+
+def is_value(metadata: Metadata, leaf: int) -> bool:
+    """Whether a leaf is a value, wherever it is stored."""
+    return leaf >= len(metadata.table.paths) or bool(metadata.table.kinds[leaf] == Kind.VALUE)
+
+
+def leaf_values(storage: Storage, metadata: Metadata, leaves: Iterable[int]) -> Iterator[Any]:
+    """The values that are these leaves, wherever they are stored, read many at a time.
+
+    Raises:
+        CheckpointCorruptedError: one is damaged.
+    """
+    leaves, rows = list(leaves), len(metadata.table.paths)
+    stored = read_values(storage, metadata, [leaf for leaf in leaves if leaf < rows])
+    for leaf in leaves:
+        if leaf < rows:
+            value = next(stored)
+            if isinstance(value, CheckpointCorruptedError):
+                raise value
+            yield value
+        else:
+            path, tree = metadata.value_records[leaf - rows]
+            with decoding(metadata.key(path)):
+                value = from_jsonable(tree)
+            yield value
 
 
 def examples_text(metadata: Metadata, wanted: str) -> str:
     """Keys of a checkpoint that are like one that it does not have, or like a pattern, in words."""
-    keys = [metadata.key(path) for path in metadata.table.paths]
-    keys += [metadata.key(path) for path, _ in metadata.value_records]
+    keys = list(map(metadata.key, metadata.paths))
     near = _near(wanted, keys) or keys[:3]
     return f"there are, for example: {', '.join(map(visible, near)) or 'none'}"
 
@@ -131,61 +196,6 @@ def _near(wanted: str, keys: Sequence[str]) -> list[str]:
 
     alike = heapq.nsmallest(_MOST_ALIKE, (key for key in keys if len(key) <= 3 * len(wanted)), key=apart)
     return difflib.get_close_matches(wanted, alike, n=3, cutoff=0.5) if len(wanted) <= MOST_KEY else []
-
-
-def read_value(storage: Storage, metadata: Metadata, content: ValueContent) -> Any:
-    """A value, wherever it is stored.
-
-    Raises:
-        CheckpointCorruptedError: it is damaged.
-    """
-    if content.row is None:
-        with decoding(content.key):
-            return from_jsonable(content.tree)
-    (value,) = read_values(storage, metadata, [content.row])
-    return known(value)
-
-
-def known(value: Any) -> Any:
-    """What :func:`..folder.stored_values.read_values` gave for one value; raises it if the value is damaged."""
-    if isinstance(value, CheckpointCorruptedError):
-        raise value
-    return value
-
-
-def read_region(storage: Storage, metadata: Metadata, tensor: TensorContent, box: Box) -> np.ndarray:
-    """The items of a region, of the region's shape, as raw items."""
-    with BoxReader(storage, metadata, [tensor.row], [box]) as reader:
-        items = zeros_of(box.shape, tensor.dtype.raw, tensor.key)
-        reader.read([0], [items])
-    return items
-
-
-def read_edges(storage: Storage, metadata: Metadata, tensor: TensorContent, box: Box, items: int) -> np.ndarray:
-    """A small array that numpy, if told to leave out the middle of it, prints like the region; see :func:`edges`."""
-    small = np.zeros([min(n, 2 * items + 1) for n in box.shape], tensor.dtype.raw)
-    parts = list(edges(box, items))
-    targets = [small[Box(place, part.shape).slices] for part, place in parts]
-    with BoxReader(storage, metadata, [tensor.row] * len(parts), [part for part, _ in parts]) as reader:
-        reader.read(range(len(parts)), targets)
-    return small
-
-
-def statistics(
-    storage: Storage, metadata: Metadata, tensor: TensorContent, box: Box, progress: Callable[[int], None]
-) -> Statistics:
-    """The statistics of a region, read in windows of 16 MiB; nothing is read of what are holes."""
-    sums = _Sums()
-    for raw, times in _read_windows(storage, metadata, tensor, box):
-        items = raw.reshape(-1)
-        with np.errstate(over="ignore"):  # a sum that is infinite says so itself
-            for start in range(0, items.size, _ITEMS_AT_ONCE):
-                sums.add(items[start : start + _ITEMS_AT_ONCE].view(arithmetic_dtype(tensor.dtype)), times)
-        progress(raw.nbytes * times)
-    if not sums.finite:
-        return Statistics(box.size, sums.nan, sums.infinite, sums.zero, None, None, None, None)
-    mean, norm = sums.total / sums.finite, math.sqrt(sums.squares)
-    return Statistics(box.size, sums.nan, sums.infinite, sums.zero, min(sums.low), max(sums.high), mean, norm)
 
 
 @dataclass(slots=True)
@@ -223,25 +233,9 @@ class _Sums:
         self.total += times * float(wide.sum())
         self.squares += times * float(np.dot(wide, wide))
 
-
-def _read_windows(
-    storage: Storage, metadata: Metadata, tensor: TensorContent, box: Box
-) -> Iterator[tuple[np.ndarray, int]]:
-    """The raw items of a region, some at a time, and how many times there are these: of a hole one zero so many times.
-
-    Of a region of more than 16 GiB windows are larger at first, so that large holes are known by a few looks.
-    """
-    itemsize = tensor.dtype.itemsize
-    most = max(WINDOW_BYTES, box.size * itemsize // _MOST_WINDOWS)
-    layout = metadata.table.layouts[metadata.table.layout_of[tensor.row]]
-    parts = list(windows(box, itemsize, most, best_along(layout, itemsize, most)))
-    with BoxReader(storage, metadata, [tensor.row] * len(parts), parts) as reader:
-        for row, part in enumerate(parts):
-            if reader.is_hole(row):
-                yield np.zeros(1, tensor.dtype.raw), part.size
-            elif part.size * itemsize > WINDOW_BYTES:
-                yield from _read_windows(storage, metadata, tensor, part)
-            else:
-                raw = np.empty(part.shape, tensor.dtype.raw)
-                reader.read([row], [raw], threads=2)
-                yield raw, 1
+    def statistics(self, elements: int) -> Statistics:
+        """What there is to say of so many items, all of which have been added."""
+        if not self.finite:
+            return Statistics(elements, self.nan, self.infinite, self.zero, None, None, None, None)
+        mean, norm = self.total / self.finite, math.sqrt(self.squares)
+        return Statistics(elements, self.nan, self.infinite, self.zero, min(self.low), max(self.high), mean, norm)

@@ -10,13 +10,11 @@ from typing import Any
 
 from ..core.dtypes import DType
 from ..core.layouts import Layout
-from ..core.shards import Kind
 from ..files.metadata import Metadata
 from ..folder.checkpoint import unless_replaced
 from ..folder.selection import Selection, unread
-from ..folder.stored_values import read_values
 from ..storage.base import Storage
-from .contents import ValueContent, known, read_value
+from .contents import is_value, leaf_values
 from .inspection import matches
 
 __all__ = ["Held", "Matched", "Side", "SideFacts"]
@@ -86,8 +84,7 @@ class Held:
 
     def is_tensor(self, leaf: int) -> bool:
         """Whether a leaf is no value."""
-        table = self.metadata.table
-        return leaf < len(table.paths) and table.kinds[leaf] != Kind.VALUE
+        return not is_value(self.metadata, leaf)
 
     def layout(self, tensor: int) -> Layout:
         """How a tensor is cut in shards."""
@@ -108,18 +105,13 @@ class Held:
         Raises:
             CheckpointCorruptedError: one is damaged.
         """
-        rows = len(self.metadata.table.paths)
         with self.unless_replaced():
-            in_files = [leaf for leaf in leaves if leaf < rows and not self.is_tensor(leaf)]
-            stored = read_values(self.storage, self.metadata, in_files)
+            values = leaf_values(self.storage, self.metadata, [leaf for leaf in leaves if not self.is_tensor(leaf)])
             for leaf in leaves:
                 if self.is_tensor(leaf):
                     yield f"a tensor of shape {self.shape(leaf)}, {self.dtype(leaf).name}"
-                elif leaf < rows:
-                    yield known(next(stored))
                 else:
-                    key, tree = self.metadata.key(self.paths[leaf]), self.metadata.value_records[leaf - rows][1]
-                    yield read_value(self.storage, self.metadata, ValueContent(key, None, tree))
+                    yield next(values)
 
     def unless_replaced(self) -> AbstractContextManager[None]:
         """See :func:`..folder.checkpoint.unless_replaced`."""

@@ -15,7 +15,7 @@ from ..folder.checkpoint import read_checkpoint
 from ..options import LoadOptions
 from ..storage.base import Storage
 
-__all__ = ["gathered", "is_first", "joined", "print_once", "same_checkpoint"]
+__all__ = ["gathered", "is_first", "joined", "print_once", "same_checkpoint", "told"]
 
 T = TypeVar("T")
 
@@ -35,6 +35,15 @@ def is_first(session: ControlSession) -> bool:
     return session.rank == session.coordinator
 
 
+def told(session: ControlSession, name: str, find: Callable[[], T], kind: type[T]) -> T:
+    """What the coordinator, and it alone, finds out; the same on every rank."""
+
+    def answer(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        return dict.fromkeys(messages, msgspec.msgpack.encode(find()))
+
+    return msgspec.msgpack.decode(session.gather_scatter(name, lambda: b"", answer), type=kind)
+
+
 def same_checkpoint(session: ControlSession, storage: Storage, unique_id: int | None) -> Metadata:
     """Read a checkpoint's `.metadata`: the same one on every rank, even if others are saved meanwhile.
 
@@ -43,12 +52,11 @@ def same_checkpoint(session: ControlSession, storage: Storage, unique_id: int | 
     """
     mine: list[Metadata] = []
 
-    def choose(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        metadata = read_checkpoint(storage, unique_id)
-        mine.append(metadata)
-        return dict.fromkeys(messages, msgspec.msgpack.encode((metadata.unique_id, metadata.save_id)))
+    def choose() -> tuple[int, str]:
+        mine.append(read_checkpoint(storage, unique_id))
+        return mine[0].unique_id, mine[0].save_id
 
-    number, save = msgspec.msgpack.decode(session.gather_scatter("checkpoint", lambda: b"", choose))
+    number, save = told(session, "checkpoint", choose, tuple[int, str])
     metadata = mine[0] if mine else read_checkpoint(storage, number)
     if metadata.save_id != save:
         raise CheckpointError(f"checkpoint {number} in {storage.location} is not the one that the other ranks see")

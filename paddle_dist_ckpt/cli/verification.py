@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.progress import Progress
@@ -14,7 +16,7 @@ from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts
 from ..folder.verify import check_file, check_values, uncovered, verified_bytes
 from ..storage.base import Storage
-from .ranks import gathered, is_first, same_checkpoint
+from .ranks import gathered, is_first, same_checkpoint, told
 
 __all__ = ["VerifyFacts", "verify_together"]
 
@@ -63,31 +65,19 @@ def verify_together(
     Raises:
         CheckpointError: there is no such checkpoint, or its `.metadata` cannot be read.
     """
-    restarts, rank = Restarts(storage), session.ranks.index(session.rank)
+    restarts = Restarts(storage)
     while True:
         metadata = same_checkpoint(session, storage, unique_id)
-        sizes = [info.size for info in metadata.files]
-        mine = divide_files(sizes, len(session.ranks))[rank]
-
-        def check(metadata: Metadata = metadata, mine: Sequence[int] = mine) -> list[Problem]:
-            problems, budget = list[Problem](), HoleBudget()
-            with Progress("verify", sum(metadata.files[i].size for i in mine), progress, is_first(session)) as bar:
-                for file in mine:
-                    session.check()
-                    found = check_file(storage, metadata, file, bar, budget)
-                    problems += [Problem(metadata.files[file].name, encodable(text)) for text in found]
-            found = check_values(storage, metadata, slice(rank, None, len(session.ranks)))
-            return problems + [Problem(None, encodable(text)) for text in found]
-
+        check = functools.partial(_check_share, session, storage, metadata, progress)
         parts = gathered(session, "check", check, list[Problem])
-        found = [problem for part in parts for problem in part]
+        problems = list(itertools.chain(*parts))
         if is_first(session):
-            found = [Problem(None, text) for text in uncovered(metadata)] + found
-        if not _again(session, found, restarts, metadata):
+            problems = [Problem(None, text) for text in uncovered(metadata)] + problems
+        if not told(session, "again", functools.partial(_is_to_repeat, problems, restarts, metadata), bool):
             break
     if not parts:
         return []
-    problems = list({problem.text: problem for problem in reversed(found)}.values())[::-1]
+    problems = list({problem.text: problem for problem in reversed(problems)}.values())[::-1]
     return [
         VerifyFacts(
             path=storage.location,
@@ -95,17 +85,27 @@ def verify_together(
             format=metadata.format,
             ok=not problems,
             verified_bytes=verified_bytes(metadata),
-            files=len(sizes),
-            total_bytes=sum(sizes),
+            files=len(metadata.files),
+            total_bytes=sum(info.size for info in metadata.files),
             problems=problems,
         )
     ]
 
 
-def _again(session: ControlSession, found: Sequence[Problem], restarts: Restarts, metadata: Metadata) -> bool:
-    """Whether the checkpoint was replaced while something was found that is wrong with it; the same on all ranks."""
+def _check_share(session: ControlSession, storage: Storage, metadata: Metadata, progress: bool | None) -> list[Problem]:
+    """Check the files and the values that are this rank's."""
+    sizes, rank = [info.size for info in metadata.files], session.ranks.index(session.rank)
+    mine = divide_files(sizes, len(session.ranks))[rank]
+    problems, budget = list[Problem](), HoleBudget()
+    with Progress("verify", sum(sizes[i] for i in mine), progress, is_first(session)) as bar:
+        for file in mine:
+            session.check()
+            found = check_file(storage, metadata, file, bar, budget)
+            problems += [Problem(metadata.files[file].name, encodable(text)) for text in found]
+    found = check_values(storage, metadata, slice(rank, None, len(session.ranks)))
+    return problems + [Problem(None, encodable(text)) for text in found]
 
-    def decide(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        return dict.fromkeys(messages, b"again" if found and restarts.due(metadata) else b"")
 
-    return bool(session.gather_scatter("again", lambda: b"", decide))
+def _is_to_repeat(problems: Sequence[Problem], restarts: Restarts, metadata: Metadata) -> bool:
+    """Whether the checkpoint was replaced while something was found that is wrong with it."""
+    return bool(problems) and restarts.due(metadata)

@@ -30,7 +30,7 @@ def test_a_small_tensor_and_a_slice(tmp_path: Path) -> None:
 def test_of_a_large_tensor_the_edges_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.arange(2000 * 300, dtype=np.int32).reshape(2000, 300)
     save_model(tmp_path, {"w": array})
-    monkeypatch.setattr("paddle_dist_ckpt.cli.contents.read_region", None)
+    monkeypatch.setattr("paddle_dist_ckpt.cli.contents.TensorContent.region", None)
     text = run("cat", tmp_path, "model.w", "--slice", "3:,:-1")
     assert text.split("\n", 1)[1] == np.array2string(array[3:, :-1], threshold=5) + "\n"
 
@@ -97,7 +97,7 @@ def test_statistics_of_complex_items_whose_magnitude_their_type_does_not_hold(tm
     assert found["max"] == pytest.approx(3e38 * 2**0.5)
 
 
-@pytest.mark.parametrize(("command", "reads"), [(("model.w",), "read_region"), (("large",), "read_value")])
+@pytest.mark.parametrize(("command", "reads"), [(("model.w",), "zeros_of"), (("large",), "read_values")])
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], reads: str
 ) -> None:

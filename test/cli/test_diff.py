@@ -254,7 +254,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(
 ) -> None:
     save_model(tmp_path / "a", {"w": ARRAYS["w"]}, 0)
     save_model(tmp_path / "b", {"w": ARRAYS["w"]}, 0, large=list(range(3000)))
-    for module, name, replaced in ((comparison, "_compare_regions", "a"), (matching, "read_value", "b")):
+    for module, name, replaced in ((comparison, "_compare_regions", "a"), (matching, "leaf_values", "b")):
         plain = getattr(module, name)
 
         def read(*args: Any, plain: Any = plain, replaced: str = replaced) -> Any:
@@ -317,8 +317,7 @@ def test_memory_that_is_short_is_called_so(
         raise MemoryError(*args)
 
     save_model(tmp_path, {"w": ARRAYS["w"]}, step=7)
-    monkeypatch.setattr(matching, "read_values", lack)
-    monkeypatch.setattr(matching, "read_value", lack)
+    monkeypatch.setattr(matching, "leaf_values", lack)
     assert fails("diff", tmp_path, tmp_path) == f"error: not enough memory{said} (--debug shows where)\n"
 
 
