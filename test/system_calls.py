@@ -119,6 +119,15 @@ class SystemCalls:
         return call
 
 
+def failing(number: int, text: str | None = None) -> Callable[..., Any]:
+    """A call that fails with this, whatever it is asked for."""
+
+    def call(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number) if text is None else text)
+
+    return call
+
+
 def make_stale_when_removed(patch: pytest.MonkeyPatch) -> None:
     """Have an open file of no use when its name is gone, as on NFS if another host removes it."""
     for name in ("read", "preadv", "pwrite", "fsync"):

@@ -84,7 +84,7 @@ class Pieces:
         step = max(block_bytes, CHUNK_BYTES)
         entry, low, high = np.arange(len(sizes)), starts, starts + sizes
         large = np.flatnonzero(sizes > step)
-        if skip_zeros and len(large) and file.holes is not None and not file.holes.none:
+        if skip_zeros and len(large) and not file.holes.none:
             rows = np.stack([large, starts[large], sizes[large], first_blocks[large]], 1)
             spans = [
                 (i, start + first, start + last)

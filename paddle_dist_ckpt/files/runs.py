@@ -41,24 +41,24 @@ class OpenFile:
         file: To read from.
         data_start: Where the data section starts.
         hashes: Digest of each block; None for a file of another format, in which nothing is verified.
+        holes: What may be read of holes.
         once: Whether the page cache lacks it, and no other rank of this host wants much of the same data.
         cached: Whether the page cache has it, so that many small reads cost no more than a large one.
-        holes: What may be read of holes.
     """
 
     name: str
     file: ReadableFile
     data_start: int
     hashes: Hashes | None
+    holes: Holes
     once: bool = True
     cached: bool = False
-    holes: Holes | None = None
 
     @property
     def chunk_bytes(self) -> int:
         """How much of what needs no buffer is one task. What is not verified is not read in windows, either."""
         in_windows = self.cached and self.hashes is not None
-        return STRAIGHT_BYTES if in_windows and self.holes is not None and self.holes.none else CHUNK_BYTES
+        return STRAIGHT_BYTES if in_windows and self.holes.none else CHUNK_BYTES
 
     def is_hole(self, start: int, nbytes: int) -> bool:
         """Whether a part of the data section is a hole, which has no bytes on the disk, as far as is known."""
@@ -96,7 +96,7 @@ def open_data_file(storage: Storage, info: FileInfo, blocks: int, budget: HoleBu
     except BaseException:
         file.close()
         raise
-    return OpenFile(name, file, start, hashes, holes=Holes(name, file, budget))
+    return OpenFile(name, file, start, hashes, Holes(name, file, budget))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,13 +211,12 @@ class Segments:
         Raises:
             CheckpointCorruptedError: they have to be read, and are holes for the most part, as too much was before.
         """
-        start, size, holes = int(self.starts[first]), self._span(first, last), self.file.holes
-        if size < _LEAST_HOLE and (holes is None or not holes.may_exceed):
+        size, holes = self._span(first, last), self.file.holes
+        if size < _LEAST_HOLE and not holes.may_exceed:
             return False
         if self._known_zeros(first, last):
             return True
-        if holes is not None:
-            holes.read(self.file.data_start + start, size)
+        holes.read(self.file.data_start + int(self.starts[first]), size)
         return False
 
     def _known_zeros(self, first: int, last: int) -> bool:

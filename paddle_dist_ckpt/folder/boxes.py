@@ -153,7 +153,7 @@ class BoxReader:
     def may_have_holes(self) -> bool:
         """Whether a file of the boxes has parts without bytes on the disk; opens them all to find out."""
         files = np.unique(self._metadata.table.shard_file[self._shards]).tolist()
-        return not all(holes is None or holes.none for holes in (self._file(number).holes for number in files))
+        return not all(self._file(number).holes.none for number in files)
 
     def _is_stored(self, plan: _Plan, overlaps: IntArray) -> Mask:
         """Which of some overlaps are not in shards that are known to be zeros nowhere on the disk, ``[n]``.
@@ -169,8 +169,7 @@ class BoxReader:
 
     def _look_for_holes(self, file: int) -> None:
         """Find out, by a look or two, which of the boxes' shards in a file are holes."""
-        holes = self._file(file).holes
-        if holes is not None and not holes.none:
+        if not self._file(file).holes.none:
             mine = np.flatnonzero(self._metadata.table.shard_file[self._shards] == file)
             nbytes = self._metadata.table.shard_bytes[self._shards[mine]].astype(np.int64)
             for some, segments in self._segments(self._shards[mine], np.zeros_like(nbytes), nbytes):

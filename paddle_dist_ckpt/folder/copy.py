@@ -199,7 +199,6 @@ def _copy_file(
             raise CheckpointCorruptedError(str(error)) from error
         if header_digest(header.tobytes()) != info.digest:
             raise CheckpointCorruptedError(f"{info.name} has changed while it was copied")
-        assert known.holes is not None
         keeps_holes = not known.holes.none and extended(target, info.size)
         target.write(header, 0)
         progress(known.data_start)

@@ -95,8 +95,7 @@ def _check_foreign(
             found = 0
             for at in range(position, position + nbytes, len(buffer)):
                 part = buffer[: min(len(buffer), position + nbytes - at)]
-                if opened.holes is not None:
-                    opened.holes.read(at, len(part))
+                opened.holes.read(at, len(part))
                 opened.file.read_into([part], at, once=True)
                 found = zlib.crc32(part.data, found)
                 progress(len(part))

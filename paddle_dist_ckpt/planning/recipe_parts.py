@@ -240,30 +240,24 @@ def _squeezed(one: Squeezed, inner: Made) -> Made:
     axis = _axis(one, one.axis, inner.shape)
     if inner.shape[axis] != 1:
         raise RecipeError(f"{_short(one)}: a tensor of shape {list(inner.shape)} has not one element along axis {axis}")
-
-    def without(values: tuple[int, ...]) -> tuple[int, ...]:
-        return (*values[:axis], *values[axis + 1 :])
-
-    parts = [
-        part._replace(axes=without(part.axes), place=Box(without(part.place.offset), without(part.place.shape)))
-        for part in inner.parts
-    ]
-    return inner._replace(shape=without(inner.shape), parts=parts)
+    return _with_axes(inner, lambda values, _: (*values[:axis], *values[axis + 1 :]))
 
 
 def _unsqueezed(one: Unsqueezed, inner: Made) -> Made:
     axis = _axis(one, one.axis, (*inner.shape, 1))
+    return _with_axes(inner, lambda values, new: (*values[:axis], new, *values[axis:]))
 
-    def with_one(values: tuple[int, ...], value: int) -> tuple[int, ...]:
-        return (*values[:axis], value, *values[axis:])
 
+def _with_axes(inner: Made, changed: Callable[[tuple[int, ...], int], tuple[int, ...]]) -> Made:
+    """The same with an axis of one element more or less; ``changed`` takes what there is for each axis, and for such
+    an axis."""
     parts = [
         part._replace(
-            axes=with_one(part.axes, NEW), place=Box(with_one(part.place.offset, 0), with_one(part.place.shape, 1))
+            axes=changed(part.axes, NEW), place=Box(changed(part.place.offset, 0), changed(part.place.shape, 1))
         )
         for part in inner.parts
     ]
-    return inner._replace(shape=with_one(inner.shape, 1), parts=parts)
+    return inner._replace(shape=changed(inner.shape, 1), parts=parts)
 
 
 def _window(one: Sliced, shape: Sequence[int]) -> Box:

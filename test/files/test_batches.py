@@ -14,6 +14,7 @@ from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.files.batches import Batch, ItemKind, Kinds, hand_out
+from paddle_dist_ckpt.files.holes import HoleBudget, Holes
 from paddle_dist_ckpt.files.reader import clear
 from paddle_dist_ckpt.files.runs import CHUNK_BYTES, OpenFile
 
@@ -28,6 +29,11 @@ class Bytes:
         for part in parts:
             part[:] = self.content[offset : offset + len(part)]
             offset += len(part)
+
+
+def unverified(content: np.ndarray) -> OpenFile:
+    file = Bytes(content)
+    return OpenFile("file", file, 0, None, Holes("file", file, HoleBudget()))
 
 
 def kind_of(stored: str, wanted: str, shape: tuple[int, ...], box: Box | None = None) -> ItemKind:
@@ -48,7 +54,7 @@ def test_entries_within_others_are_read_whole(inner: int, box: Box | None) -> No
         targets = [outer, small, last][: len(starts)]
         outer[:], small[:] = 0, 0
         batch = Batch(
-            OpenFile("file", Bytes(content), 0, None),
+            unverified(content),
             1 << 20,
             np.array(starts),
             np.array([start + (16_000 if i == 0 else 16) for i, start in enumerate(starts)]),
@@ -82,7 +88,7 @@ def test_entries_within_others_make_no_run_longer() -> None:
             return super().borrow(size)
 
     batch = Batch(
-        OpenFile("file", Bytes(content), 0, None),
+        unverified(content),
         CHUNK_BYTES,
         starts,
         starts + sizes,

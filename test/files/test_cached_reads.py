@@ -79,9 +79,8 @@ def opened(
     written = content.tobytes()
     digests = [xxhash.xxh3_64_intdigest(written[i : i + block_bytes]) for i in range(0, len(written), block_bytes)]
     file = InMemory(bytes(START) + (written if data is None else data), options.pop("hole", range(0)))
-    return OpenFile(
-        "f", file, START, np.array(digests, np.uint64), False, holes=Holes("f", file, HoleBudget()), **options
-    ), file
+    hashes, holes = np.array(digests, np.uint64), Holes("f", file, HoleBudget())
+    return OpenFile("f", file, START, hashes, holes, False, **options), file
 
 
 def read(file: OpenFile, box: Box, block_bytes: int) -> np.ndarray:

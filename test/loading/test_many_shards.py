@@ -188,7 +188,7 @@ def test_kinds_of_several_are_those_of_each() -> None:
 def test_runs_are_cut_where_segments_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paddle_dist_ckpt.files.runs._MOST_SEGMENTS", 4)
     starts = np.array([0, 1, 2, 3, 3, 3, 6, 7, 8, 99_999, 100_000])
-    file = OpenFile("f", None, 0, None)  # type: ignore[arg-type]
+    file = OpenFile("f", None, 0, None, None)  # type: ignore[arg-type]
     segments = Segments(file, 4096, starts, starts + 1, np.arange(len(starts)), str)
     runs = list(segments._runs(0))
     assert sum(b - a for a, b in runs) == len(starts)
