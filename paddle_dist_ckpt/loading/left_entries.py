@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from ..core.shards import Kind
 from ..files.metadata import Metadata
-from ..tree.names import Names, container_of, is_accumulator, is_of_run
+from ..tree.names import Names, container_of, is_accumulator, parameter_of_run
 from ..tree.paths import plain_key
 
 __all__ = ["judge"]
@@ -74,7 +74,8 @@ def judge(
         sub_layer = _sub_layer(path, top)
         unnamed = metadata.format == "present" and place is not None and names.names[place] is None
         of_layer = bool(sub_layer) and (sub_layer in gone or unnamed)
-        doubtful = is_tensor and (of_layer or known.is_of_others(path) or (is_of_run(key) and not known.is_known(path)))
+        is_of_run = parameter_of_run(key) is not None
+        doubtful = is_tensor and (of_layer or known.is_of_others(path) or (is_of_run and not known.is_known(path)))
         (found.doubtful if doubtful else found.refused).append(key)
     return found
 

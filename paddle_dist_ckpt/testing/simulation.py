@@ -79,19 +79,18 @@ def run_ranks(
         over: Given the transport of each rank and its number; returns the one that it uses.
     """
     world = InProcessWorld(ranks, coordinator)
-    members = tuple(range(ranks)) if isinstance(ranks, int) else tuple(ranks)
-    results: list[Any] = [None] * len(members)
+    results: list[Any] = [None] * len(world.ranks)
 
     def run(place: int, rank: int) -> None:
         transport, hub = over(world.transport(rank), rank), world.hub(rank)
         try:
-            results[place] = work(SimulatedRank(rank, members, hub, transport))
+            results[place] = work(SimulatedRank(rank, world.ranks, hub, transport))
         except BaseException as error:
             results[place] = error
         finally:
             hub.close()
 
-    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(members)]
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(world.ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:

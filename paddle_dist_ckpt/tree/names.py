@@ -36,7 +36,6 @@ __all__ = [
     "VariableOfRun",
     "container_of",
     "is_accumulator",
-    "is_of_run",
     "last_part",
     "master_of_run",
     "may_be_of_run",
@@ -58,7 +57,6 @@ _ACCUMULATORS = (
     *("_avg_squared_grad", "_avg_squared_update", "momentum_decay_pow", "mu_product", "rho", "d", "y", "m", "prevs"),
     *("learning_rates", "master_weight"),
 )
-_OF_RUN = re.compile(r"_\d+\.[wb]_\d+(?:\.dist)?_\w+_\d+$")
 # Tried once where a run of other signs begins, as from anywhere in it the same is found, in quadratic time.
 _PARAMETER_OF_RUN = re.compile(r"(?<![^./])([^./]*_\d+\.[wb]_\d+)(?:\.dist)?_\w+_\d+$")
 _ACCUMULATOR_OF_RUN = re.compile(rf"_(?:fp32_master|{'|'.join(_ACCUMULATORS)})_\d+(?:\.dist)?$")
@@ -271,14 +269,9 @@ def is_accumulator(name: str) -> bool:
     return name in _ACCUMULATORS
 
 
-def is_of_run(key: str) -> bool:
-    """Whether a flat key looks like Paddle's own name of an optimizer variable, such as ``linear_0.w_0_moment1_0``."""
-    return _OF_RUN.search(key) is not None
-
-
 def may_be_of_run(path: str) -> bool:
     """Whether a path looks like that of an optimizer variable under Paddle's own name of it, of whatever parameter."""
-    return _MASTERS in path or _OF_RUN.search(path) is not None or _ACCUMULATOR_OF_RUN.search(path) is not None
+    return _MASTERS in path or parameter_of_run(path) is not None or _ACCUMULATOR_OF_RUN.search(path) is not None
 
 
 def master_of_run(path: str) -> str | None:
@@ -294,7 +287,8 @@ def master_of_run(path: str) -> str | None:
 
 
 def parameter_of_run(key: str) -> str | None:
-    """What Paddle calls the parameter of such a key, ``linear_0.w_0``; None if it does not look like one."""
+    """What Paddle calls the parameter of a key that looks like its own name of an optimizer variable: ``linear_0.w_0``
+    of ``linear_0.w_0_moment1_0``. None of any other key."""
     match = _PARAMETER_OF_RUN.search(key)
     return match[1] if match else None
 
