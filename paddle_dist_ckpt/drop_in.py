@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from .api import load_merged_state_dict
 from .arguments import checked
-from .control.ranks import Ranks
+from .core.protocols import ControlSession
 from .errors import CheckpointNotFoundError
 from .export_calls import export_request
 from .files.metadata import Metadata
@@ -229,13 +229,18 @@ class _DropIn:
             options = _with_statements(options, aoa_config)
         except (NotImplementedError, TypeError) as error:
             refuse(ranks, options, error, "load_state_dict")
-        if self.asks_former and (reason := _why_unknown(ranks, options, path, unique_id)):
-            of_paddle |= {"process_group": process_group, "coordinator_rank": coordinator_rank, "unique_id": unique_id}
-            of_paddle["aoa_config"] = aoa_config
-            self._ask_former("load_state_dict", reason, state_dict, path, offload=offload, **of_paddle)
-            return None
         find = paddles(ranks, state_dict, options.staging_bytes)
-        return load_with(ranks, find, path, unique_id, options, offload)
+        if not self.asks_former:
+            return load_with(ranks, find, path, unique_id, options, offload)
+        with ranks.session("load_state_dict, which asks who can read it", options.timeout) as made, made as session:
+            reason = _agreed_why_unknown(session, options, path, unique_id)
+            if reason is None:
+                return load_with(dataclasses.replace(ranks, within=session), find, path, unique_id, options, offload)
+        of_paddle |= {"process_group": process_group, "coordinator_rank": coordinator_rank, "unique_id": unique_id}
+        self._ask_former(
+            "load_state_dict", reason, state_dict, path, offload=offload, aoa_config=aoa_config, **of_paddle
+        )
+        return None
 
     @_no_folder_as_by_paddle()
     def load_merged_state_dict(
@@ -251,7 +256,7 @@ class _DropIn:
         _log_without_effect("load_merged_state_dict", safetensors=safetensors)
         options = _with_statements(self.load_options, aoa_config)
         options = dataclasses.replace(options, key_map=None, cast=False, resize=None)  # which are for what is filled
-        if self.asks_former and (reason := _why_unknown(Ranks.alone(), options, path, unique_id)):
+        if self.asks_former and (reason := _why_unknown(options, path, unique_id)):
             more = {"unique_id": unique_id, "offload": offload, "aoa_config": aoa_config, "safetensors": safetensors}
             found: dict[Any, Any] = self._ask_former("load_merged_state_dict", reason, path, prefix=prefix, **more)
             return found
@@ -361,19 +366,23 @@ class _DropIn:
         return self.former(name)(*args, **{key: value for key, value in kwargs.items() if value != defaults[key]})
 
 
-def _why_unknown(ranks: Ranks, options: LoadOptions, path: Any, unique_id: int | None) -> str | None:
-    """Why no reader can read what is in a folder, as the coordinator sees it, for all ranks; None if one can."""
+def _why_unknown(options: LoadOptions, path: Any, unique_id: int | None, rank: int = 0) -> str | None:
+    """Why no reader can read what is in a folder; None if one can."""
+    try:
+        with source_of(path, options, rank) as storage:
+            return why_unknown(storage, unique_id)
+    except (TypeError, ValueError):
+        return None  # the load says what is wrong
+
+
+def _agreed_why_unknown(session: ControlSession, options: LoadOptions, path: Any, unique_id: int | None) -> str | None:
+    """The same as the coordinator sees it, for all ranks."""
 
     def decide(asked: Mapping[int, bytes]) -> dict[int, bytes]:
-        try:
-            with source_of(path, options, ranks.rank) as storage:
-                reason = why_unknown(storage, unique_id)
-        except (TypeError, ValueError):
-            reason = None  # the load says what is wrong
+        reason = _why_unknown(options, path, unique_id, session.rank)
         return dict.fromkeys(asked, (reason or "").encode(errors="backslashreplace"))
 
-    with ranks.session("load_state_dict, which asks who can read it", options.timeout) as made, made as session:
-        return session.gather_scatter("look", lambda: b"", decide).decode() or None
+    return session.gather_scatter("look", lambda: b"", decide).decode() or None
 
 
 def _log_without_effect(function: str, **arguments: Any) -> None:

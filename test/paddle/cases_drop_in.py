@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import CheckpointNotFoundError, LoadOptions, SaveOptions, list_checkpoints
+from paddle_dist_ckpt import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    LoadOptions,
+    SaveOptions,
+    drop_in,
+    list_checkpoints,
+)
 from paddle_dist_ckpt.drop_in import install
 from test.paddle.layouts import Spread
 from test.paddle.outcomes import Outcome, outcome_of
@@ -200,3 +209,21 @@ def leave_to_former(folder: str, ranks: int) -> list[str]:
     finally:
         dist.load_state_dict = former
     return asked
+
+
+def interrupted_when_it_knows_who_can_read(path: str, ranks: int, victim: int) -> tuple[str, float, list[float]]:
+    """A rank is interrupted in a load that may be left to the former function, when it knows that it is not; what that
+    raises, how long it takes, and what the next one loads."""
+    group, target = group_of(ranks), {"w": paddle.zeros([2])}
+    victim_does = {"side_effect": KeyboardInterrupt} if dist.get_rank() == victim else {"wraps": drop_in.load_with}
+    with install(foreign="former", load_options=LoadOptions(timeout=60)):
+        dist.save_state_dict({"w": paddle.ones([2])}, path, group)
+        begun = time.monotonic()
+        with mock.patch.object(drop_in, "load_with", **victim_does):
+            try:
+                raised = str(dist.load_state_dict(target, path, group))
+            except (CheckpointError, KeyboardInterrupt) as error:
+                raised = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - begun
+        dist.load_state_dict(target, path, group)
+        return raised, seconds, target["w"].tolist()

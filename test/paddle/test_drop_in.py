@@ -675,3 +675,12 @@ def test_a_folder_that_is_not_there_is_a_file_not_found_as_with_paddle(
 
 def test_it_is_so_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(cases.load_from_nowhere, str(tmp_path), 2, ranks=2) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_interrupt_when_it_is_known_who_can_read_is_told_to_all(pool: RankPool, tmp_path: Path, victim: int) -> None:
+    results = pool.run(cases.interrupted_when_it_knows_who_can_read, str(tmp_path), 2, victim, ranks=2)
+    for rank, (raised, seconds, loaded) in enumerate(results):
+        assert raised.startswith("KeyboardInterrupt" if rank == victim else "RankFailureError"), raised
+        assert seconds < 30
+        assert loaded == [1, 1]
