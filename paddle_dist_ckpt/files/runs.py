@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import errno
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,15 @@ from .datafile import Hashes, read_header
 from .holes import HoleBudget, Holes
 from .metadata import FileInfo
 
-__all__ = ["CHUNK_BYTES", "STRAIGHT_BYTES", "OpenFile", "Segments", "digest_of_zeros", "open_data_file"]
+__all__ = [
+    "CHUNK_BYTES",
+    "STRAIGHT_BYTES",
+    "OpenFile",
+    "Segments",
+    "check_open_files",
+    "digest_of_zeros",
+    "open_data_file",
+]
 
 CHUNK_BYTES = 2 << 20  # so that a block is hashed while it is still in the cache
 STRAIGHT_BYTES = 16 << 20  # of what is cached and needs no buffer: between chunks Python takes a quarter of the time
@@ -67,6 +76,12 @@ class OpenFile:
     def may_have_holes(self, start: int, nbytes: int) -> bool:
         """Whether there is a hole in such a part, or that is not known."""
         return hole_bytes(self.file, self.data_start + start, nbytes) != 0
+
+
+def check_open_files(error: OSError, needed: int) -> None:
+    """Raises an OSError that says how many files are needed at once, if that is why one could not be opened."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise OSError(error.errno, f"too many files are open; {needed} are needed (see ulimit -n)") from error
 
 
 def open_data_file(storage: Storage, info: FileInfo, blocks: int, budget: HoleBudget) -> OpenFile:

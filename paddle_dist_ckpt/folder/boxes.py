@@ -24,7 +24,7 @@ from ..files.batches import Batch, ItemKind, Kinds
 from ..files.holes import HoleBudget
 from ..files.metadata import Metadata
 from ..files.reader import Consumer, StoredEntry, are_holes, clear, entry_tasks, view_at
-from ..files.runs import CHUNK_BYTES, OpenFile, Segments, open_data_file
+from ..files.runs import CHUNK_BYTES, OpenFile, Segments, check_open_files, open_data_file
 from ..planning.load_plan import Overlaps, WantedBoxes, plan_load
 from ..storage.base import Storage
 from .checkpoint import check_sizes
@@ -84,7 +84,8 @@ class BoxReader:
         self._planning = threading.Lock()
         shards = [np.unique(self._planned(row).overlaps.shard) for row in self._groups[:-1]]
         self._shards = np.unique(np.concatenate(shards)).astype(np.int64)
-        check_sizes(storage, metadata, np.unique(table.shard_file[self._shards]).tolist())
+        self._files = np.unique(table.shard_file[self._shards]).tolist()
+        check_sizes(storage, metadata, self._files)
         self._starts = table.data_offsets
         self._first_blocks, self._block_counts = metadata.blocks
         self._are_known_holes, self._looked_at = np.zeros(len(self._shards), bool), set[int]()
@@ -332,7 +333,11 @@ class BoxReader:
         with self._opening:
             if number not in self._opened:
                 blocks = int(self._block_counts[number])
-                opened = open_data_file(self._storage, self._metadata.files[number], blocks, self._budget)
+                try:
+                    opened = open_data_file(self._storage, self._metadata.files[number], blocks, self._budget)
+                except OSError as error:
+                    check_open_files(error, len(self._files))
+                    raise
                 self._closing.callback(opened.file.close)
                 self._opened[number] = opened
             return self._opened[number]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from ..errors import CheckpointCorruptedError
 from ..files.holes import HoleBudget
 from ..files.metadata import FileInfo
 from ..files.reader import entry_tasks
-from ..files.runs import OpenFile, open_data_file
+from ..files.runs import OpenFile, check_open_files, open_data_file
 from ..folder.context import Context
 from ..options import LoadOptions
 from ..reports import Stopwatch
@@ -98,10 +97,8 @@ class DataFiles(ExitStack):
             try:
                 opened = open_data_file(self._storage, info, blocks, self._budget)
             except (OSError, CheckpointCorruptedError) as error:
-                if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                    raise OSError(
-                        error.errno, f"too many files are open; {len(expected)} are needed (see ulimit -n)"
-                    ) from error
+                if isinstance(error, OSError):
+                    check_open_files(error, len(expected))
                 unreadable = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
                 failed[name] = f"rank {self._rank}: {_UNREADABLE if unreadable else ''}{error}"
                 continue

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from paddle_dist_ckpt import read_metadata, rebuild_metadata, verify
+from paddle_dist_ckpt import export, read_metadata, rebuild_metadata, verify
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.errors import (
     CheckpointCorruptedError,
@@ -196,8 +196,8 @@ def test_a_header_that_no_reader_would_take_is_not_written(tmp_path: Path, monke
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
 def test_too_many_open_files_are_not_taken_for_a_damaged_checkpoint(tmp_path: Path, number: int) -> None:
-    array = make_array((60, 10))
-    save_on([{"w": part} for part in split_rows(array, 3)], tmp_path)
+    array, folder = make_array((60, 10)), tmp_path / "saved"
+    save_on([{"w": part} for part in split_rows(array, 3)], folder)
 
     def limited() -> FaultyStorage:
         opened: list[str] = []
@@ -208,14 +208,18 @@ def test_too_many_open_files_are_not_taken_for_a_damaged_checkpoint(tmp_path: Pa
                     raise OSError(number, "Too many open files", name)
                 opened.append(name)
 
-        return FaultyStorage(tmp_path, hook)
+        return FaultyStorage(folder, hook)
 
-    for load in (lambda: load_whole(limited()), lambda: load_alone({"w": np.zeros_like(array)}, limited())):
+    for load in (
+        lambda: load_whole(limited()),
+        lambda: load_alone({"w": np.zeros_like(array)}, limited()),
+        lambda: export(limited(), tmp_path / "out"),
+    ):
         with pytest.raises(OSError, match=r"3 are needed \(see ulimit -n\)") as caught:
             load()
         assert caught.value.errno == number
     states = [{"w": np.zeros_like(array)} for _ in range(2)]
-    for error in errors_of(try_load(states, [limited(), tmp_path]), RankFailureError):
+    for error in errors_of(try_load(states, [limited(), folder]), RankFailureError):
         assert "ulimit -n" in str(error)
 
 
