@@ -478,7 +478,7 @@ def test_an_address_that_the_store_takes_late_leads_to_the_hub_that_there_is(mon
 
         def set(self, key: str, value: bytes) -> None:
             super().set(key, value)
-            if not self.in_time:
+            if not self.in_time and "/secret/" not in key:  # but the address
                 raise TimeoutError("no answer in time")
 
     def call(rank: int) -> list[CheckpointError]:
