@@ -259,7 +259,7 @@ class Answering:
             parts=found.parts,
             unread=sorted(path for path in found.sources.values() if path not in found.renamed),
             unmatched=list(self._unmatched),
-            hints={path: [(hint.key, hint.shape) for hint in hints] for path, hints in found.hints.items()},
+            hints=found.hints,
             save_id=metadata.save_id if metadata.format == "native" else "",
             cost=metadata.cost,
             firsts=pack_column(metadata.table.first_shard[places]),

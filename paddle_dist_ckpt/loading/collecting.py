@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from ..recipes import distinct_text
 from ..tree.building import owner_of
 from ..tree.names import scheduler_of
 from ..tree.objects import ObjectKind, OpenedObject
-from ..tree.paths import flat_keys, plain_key
+from ..tree.paths import containers_of, flat_keys, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank
 from . import key_map
 from .messages import Mismatch, WantedPaths, WantedRecord
@@ -46,8 +46,8 @@ def collect(
         made = match_recipes(options.recipes or {}, {path: keys[path] for path in targets})
         moved, skipped = key_map.apply(options.key_map, {p: key for p, key in keys.items() if p not in made.recipes})
         # Of these objects, others than those that take any values, there may be stored what they do not have.
-        left_whole = [path for path in objects if key_map.leaves_all(options.key_map, plain_key(path))]
-        skipped.update(path for path in left_whole if not _any_below(path, made.recipes))
+        left_whole = key_map.left_whole(options.key_map, {path: plain_key(path) for path in objects})
+        skipped.update(set(left_whole) - containers_of(made.recipes))
     matched = key_map.matched(options.key_map, keys.values())
     entries = {key: (keys[one], None if one in skipped else moved.get(one, keys[one])) for key, one in inside.items()}
     matched |= dict.fromkeys(key_map.unheard(options.key_map, entries), False)
@@ -223,25 +223,17 @@ def _others(leaves: Leaves, tensors: LocalTensors, skipped: Set[str], adapter: A
     return found
 
 
-def _any_below(container: str, paths: Iterable[str]) -> bool:
-    return any(path.startswith(f"{container}/") for path in paths)
-
-
 def _frozen(leaves: Leaves, adapter: Adapter, options: LoadOptions, said: Set[str]) -> list[tuple[str, str]]:
     """The optimizers of which the options say nothing, nor of what is in them, as that of ``said``; each with the path
     of a parameter that is not trained now, and for which it has no entries."""
     optimizers = [one for one in leaves.objects if one.kind is ObjectKind.OPTIMIZER]
-    frozen = {
-        one.path: tokens
-        for one in optimizers
-        if (tokens := adapter.frozen(one.value))
-        and key_map.leaves_alone(options.key_map, plain_key(one.path))
-        and not _any_below(one.path, said)
-    }
+    frozen = {one.path: tokens for one in optimizers if (tokens := adapter.frozen(one.value))}
     if not frozen:
         return []
+    above = containers_of(said)
+    alone = (path for path in frozen if path not in above and key_map.leaves_alone(options.key_map, plain_key(path)))
     paths = {adapter.token(one): path for path, one in zip(leaves.tensor_paths, leaves.tensors, strict=True)}
-    return [(path, paths[token]) for path, tokens in frozen.items() for token in tokens if token in paths]
+    return [(path, paths[token]) for path in alone for token in frozen[path] if token in paths]
 
 
 def _record(key: str, geometry: Geometry, corner: tuple[int, ...] | None) -> WantedRecord:

@@ -206,7 +206,7 @@ def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[Mismatch]:
             continue  # Paddle's own saves leave out what has no elements, and its loads miss nothing
         present = _PRESENT.get(wanted.values.get(path, ""), NO_ENTRY)
         has = "a tensor" if path in shapes else present
-        fitting = [key for key, shape in answer.hints.get(path, ()) if shape is None or shape == shapes.get(path)]
+        fitting = [hint.key for hint in answer.hints.get(path, ()) if hint.shape in (None, shapes.get(path))]
         moved = wanted.moved.get(path)
         looked = "" if moved is None else f" (looked up as {moved!r})"
         hint = f"; is {fitting[0]!r} {MEANT}" if len(fitting) == 1 else ""

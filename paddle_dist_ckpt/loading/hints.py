@@ -19,8 +19,9 @@ from ..files.metadata import Metadata
 from ..tree.names import may_be_optimizers
 from ..tree.paths import is_own, own_among, parse_path, plain_key
 from ..visible import MOST_KEY
+from .messages import Hint
 
-__all__ = ["Hint", "Hints"]
+__all__ = ["Hints"]
 
 # What somebody has stored may have very many keys, or very long ones, so everything that is compared is bounded.
 _MOST_HINTS = 20
@@ -36,13 +37,6 @@ _LEAST_LIKE = 0.6  # of the parts that differ
 _LEAST_LIKE_IN_ALL = 0.8
 _VARIABLE = re.compile(r"_\d+\.[wb]_\d+")
 Parts = tuple[str, ...]
-
-
-class Hint(NamedTuple):
-    """A stored entry: its flat key, and the shape of a tensor, None for a value."""
-
-    key: str
-    shape: tuple[int, ...] | None
 
 
 class Move(NamedTuple):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,8 +18,8 @@ __all__ = [
     "LEFT_OUT",
     "OWN_KEY",
     "apply",
-    "leaves_all",
     "leaves_alone",
+    "left_whole",
     "matched",
     "matcher",
     "path_of_key",
@@ -73,11 +74,7 @@ def matched(key_map: KeyMap | None, keys: Iterable[str]) -> dict[str, bool]:
         return {}
     found = dict.fromkeys(key_map, False)
     for key in keys:
-        end = len(key)
-        while end > 0:
-            if key[:end] in found:
-                found[key[:end]] = True
-            end = key.rfind(".", 0, end)
+        found.update((first, True) for first in _first_parts(key) if first in found)
     return found
 
 
@@ -105,11 +102,14 @@ def leaves_alone(key_map: KeyMap | None, key: str) -> bool:
     return not any(f"{one}.".startswith(f"{key}.") or key.startswith(f"{one}.") for one in key_map)
 
 
-def leaves_all(key_map: KeyMap | None, key: str) -> bool:
-    """Whether a mapping leaves all as it is that has a flat key, or is below it. Of a function it is not known."""
-    if not isinstance(key_map, Mapping) or _lookup(key_map)(key) is not None:
-        return False
-    return not any(stored is not None and one.startswith(f"{key}.") for one, stored in key_map.items())
+def left_whole(key_map: KeyMap | None, keys: Mapping[str, str]) -> list[str]:
+    """The paths of which a mapping leaves all as it is that has their flat key, or is below it; ``keys`` has these by
+    path. Of a function it is not known."""
+    if not isinstance(key_map, Mapping):
+        return []
+    find = _lookup(key_map)
+    loaded = {first for key, stored in key_map.items() if stored is not None for first in _first_parts(key)}
+    return [path for path, key in keys.items() if find(key) is None and key not in loaded]
 
 
 def unmatched_text(entry: str, objects: Iterable[str] = ()) -> str:
@@ -126,16 +126,21 @@ def _lookup(keys: Mapping[str, str | None]) -> Callable[[str], str | None]:
     """A mapping as a function: the longest of its keys that is a flat key, or its first parts, counts."""
 
     def find(key: str) -> str | None:
-        end = len(key)
-        while end > 0:
-            first = key[:end]
+        for first in _first_parts(key):
             if first in keys:
                 stored = keys[first]
-                return None if stored is None else stored + key[end:]
-            end = key.rfind(".", 0, end)
+                return None if stored is None else stored + key[len(first) :]
         return key
 
     return find
+
+
+def _first_parts(key: str) -> Iterator[str]:
+    """A flat key, and what it begins with before each dot, the longest first."""
+    end = len(key)
+    while end > 0:
+        yield key[:end]
+        end = key.rfind(".", 0, end)
 
 
 def path_of_key(metadata: Metadata, parts_at: Callable[[str], Mapping[Part, Any]]) -> Callable[[str], str]:
@@ -161,15 +166,14 @@ def path_of_key(metadata: Metadata, parts_at: Callable[[str], Mapping[Part, Any]
             return path
         if key in containers:
             return containers[key]
-        end = key.rfind(".")
-        while end > 0:
-            if key[:end] in containers:
-                return join(containers[key[:end]], key[end + 1 :])
-            number, *rest = key[end + 1 :].split(".")
-            if number.isdecimal() and key[:end] in by_key and (parts := parts_at(by_key[key[:end]])):
+        for above in itertools.islice(_first_parts(key), 1, None):
+            below = key[len(above) + 1 :]
+            if above in containers:
+                return join(containers[above], below)
+            number, *rest = below.split(".")
+            if number.isdecimal() and above in by_key and (parts := parts_at(by_key[above])):
                 place = type(next(iter(parts)))
-                return functools.reduce(join, rest, join(by_key[key[:end]], place(int(number))))
-            end = key.rfind(".", 0, end)
+                return functools.reduce(join, rest, join(by_key[above], place(int(number))))
         return join("", key)
 
     return find

@@ -16,7 +16,6 @@ If files are gone because a save has replaced the checkpoint meanwhile, the load
 
 from __future__ import annotations
 
-import bisect
 import copy
 import functools
 import logging
@@ -37,7 +36,7 @@ from ..files.room import Room, bytes_on_disk
 from ..folder.checkpoint import read_checkpoint
 from ..reports import LoadReport, loaded_line
 from ..tree.building import build_tree
-from ..tree.paths import is_own, parent_of, plain_key
+from ..tree.paths import below, is_own, parent_of, plain_key
 from ..tree.state_dict import Leaves, PerRank
 from ..tree.values import from_jsonable
 from .collecting import collect
@@ -321,7 +320,7 @@ def _values(fit: Fit, room: Room) -> dict[str, Any]:
     paths = sorted(values)
     for path, present in fit.wanted.values.items():
         if present in ("none", "empty", "list", "other") and path not in values:
-            first, last = bisect.bisect_left(paths, path + "/"), bisect.bisect_left(paths, path + "0")
-            if first < last:
-                values[path] = build_tree((p[len(path) :], values.pop(p)) for p in paths[first:last])
+            inside = paths[below(path, paths)]
+            if inside:
+                values[path] = build_tree((p[len(path) :], values.pop(p)) for p in inside)
     return values

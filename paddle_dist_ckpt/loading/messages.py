@@ -20,6 +20,7 @@ __all__ = [
     "DecideRequest",
     "DoneRequest",
     "GoOnAnswer",
+    "Hint",
     "LoadAnswer",
     "LoadRequest",
     "Mismatch",
@@ -137,6 +138,13 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
     host: str
 
 
+class Hint(msgspec.Struct, frozen=True, array_like=True):
+    """A stored entry: its flat key, and the shape of a tensor, None for a value."""
+
+    key: str
+    shape: tuple[int, ...] | None
+
+
 class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Round ``request``: what the checkpoint has of the wanted paths.
 
@@ -160,7 +168,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
         parts: The parts of wanted paths for which the rank has no recipe.
         unread: Stored paths that are in the table for these parts alone.
         unmatched: The keys of recipes for which no rank has a tensor.
-        hints: For wanted paths where nothing is stored, the stored flat keys that may be meant, with tensors' shapes.
+        hints: For wanted paths where nothing is stored, the stored entries that may be meant.
         save_id: The save's id; empty if the checkpoint is not in files of this format.
         cost: What the values of `.metadata` cost in memory; see :class:`.files.metadata.Metadata`.
         firsts: The coordinator's numbers of the tensors' first shards.
@@ -187,7 +195,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     parts: dict[str, Arranged] = {}
     unread: list[str] = []
     unmatched: list[str] = []
-    hints: dict[str, list[tuple[str, tuple[int, ...] | None]]] = {}
+    hints: dict[str, list[Hint]] = {}
     save_id: str = ""
     cost: int = 0
     firsts: Column = _EMPTY

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Collection, Iterator, Mapping
 
+from ..tree.paths import below
 from ..tree.values import in_any_order
 
 __all__ = ["differing"]
@@ -27,12 +27,8 @@ def differing(
     """
     ordered = sorted(values) if repeated else []
 
-    def below(path: str) -> set[str]:
-        first, last = (bisect.bisect_left(ordered, path + sign) for sign in "/0")  # "0" comes after "/"
-        return {one[len(path) :] for one in ordered[first:last]}
-
     for again, first in repeated.items():
-        mine, others = below(again), below(first)
+        mine, others = ({one[len(path) :] for one in ordered[below(path, ordered)]} for path in (again, first))
         for rest in sorted(mine | others if again in objects else mine & others):
             path, other = again + rest, first + rest
             if not _are_same(values.get(path, _NOTHING), values.get(other, _NOTHING)):

@@ -13,7 +13,7 @@ from ..core.cached import cached_property
 from ..core.shards import Kind
 from ..files.metadata import Metadata
 from ..tree.names import scheduler_of
-from ..tree.paths import Part, is_own, join, plain_key
+from ..tree.paths import Part, below, is_own, join, plain_key
 from ..tree.stored_values import leaves_of, parts_of
 from .hints import Hints
 from .wording import A_TENSOR, MEANT, MISSING
@@ -48,9 +48,7 @@ class StoredPaths:
 
     def below(self, path: str) -> list[str]:
         """The paths below one, ascending."""
-        first = bisect.bisect_left(self.paths, path + "/")
-        last = bisect.bisect_left(self.paths, path + "0")  # "0" is the character after "/"
-        return self.paths[first:last]
+        return self.paths[below(path, self.paths)]
 
     def is_there(self, path: str) -> bool:
         """Whether anything is stored at a path or below, or would be if it were read."""
@@ -71,8 +69,8 @@ class StoredPaths:
 
     def is_list(self, path: str) -> bool:
         """Whether a list or tuple that is taken apart is stored at a path, with values alone."""
-        below = self.below(path)
-        return bool(below) and below[0].startswith(("~l", "~t"), len(path) + 1) and all(map(self.is_value, below))
+        inside = self.below(path)
+        return bool(inside) and inside[0].startswith(("~l", "~t"), len(path) + 1) and all(map(self.is_value, inside))
 
     def parts_at(self, path: str) -> dict[Part, Any]:
         """The parts of the list or tuple that is stored at a path as one value; nothing of anything else."""
@@ -96,11 +94,10 @@ class StoredPaths:
                 if self.values.pop(above, None) is None:
                     self.index = {other: place for other, place in self.index.items() if other != above}
                 del self.paths[bisect.bisect_left(self.paths, above)]
-                below = dict(leaf for part, tree in parts.items() for leaf in leaves_of(join(above, part), tree))
-                self.values |= below
-                found[above] = sorted(below)
-                first = bisect.bisect_left(self.paths, above + "/")
-                self.paths[first:first] = found[above]
+                leaves = dict(leaf for part, tree in parts.items() for leaf in leaves_of(join(above, part), tree))
+                self.values |= leaves
+                found[above] = sorted(leaves)
+                self.paths[below(above, self.paths)] = found[above]
         return found
 
     @cached_property
@@ -120,9 +117,9 @@ class StoredPaths:
             return f"{A_TENSOR} {shape} and dtype {table.dtypes[place].name}"
         if path in self._metadata.left_out:
             return f"something that is not read: {self._metadata.left_out[path]}"
-        below = self.below(path)
-        if below:
-            return "what every rank has saved of its own" if is_own(below[0]) else "a container"
+        inside = self.below(path)
+        if inside:
+            return "what every rank has saved of its own" if is_own(inside[0]) else "a container"
         key = plain_key(path)
         nested = self._hints.nested(key)
         if nested is not None:

@@ -12,8 +12,8 @@ from ..files.metadata import Metadata
 from ..tree.names import SCHEDULER, scheduler_of
 from ..tree.paths import containers_of, is_own, parent_of, plain_key, rank_of
 from ..tree.stored_values import is_dict
-from .hints import Hint, Hints
-from .messages import WantedPaths
+from .hints import Hints
+from .messages import Hint, WantedPaths
 from .stored_paths import StoredPaths
 from .wording import DICTS, MISSING, NOT_STORED, OF_TENSORS, value_text
 

@@ -11,6 +11,7 @@ flat key, each of them is escaped instead (:func:`flat_keys`).
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import re
@@ -25,6 +26,7 @@ __all__ = [
     "Part",
     "RankIndex",
     "TupleIndex",
+    "below",
     "containers_of",
     "escaped_key",
     "flat_keys",
@@ -165,6 +167,12 @@ def rank_of(path: str) -> int:
 def own_among(paths: Iterable[str]) -> list[str]:
     """The paths of ranks' own values among others."""
     return [path for path in paths if "/~r" in path and is_own(path)]
+
+
+def below(path: str, ordered: Sequence[str]) -> slice:
+    """Where in some paths, ascending, those below one are."""
+    first = bisect.bisect_left(ordered, path + "/")
+    return slice(first, bisect.bisect_left(ordered, path + "0", first))  # "0" comes after "/"
 
 
 def containers_of(paths: Iterable[str]) -> set[str]:
