@@ -19,6 +19,7 @@ from paddle.base.layer_helper import LayerHelper
 from paddle.distributed.auto_parallel import api
 
 from ..errors import UnsupportedValueError
+from ..tree.objects import state_of
 from .static_program import SLICE
 from .wrappers import INNER, STEPS, is_look_ahead, unwrapped
 
@@ -168,20 +169,27 @@ def _distribute(optimizer: Any, parameter: Any) -> None:
 # -- state
 
 
-def optimizer_state(optimizer: Any) -> dict[str, Any]:
+def optimizer_state(optimizer: Any, key: str = "optimizer") -> dict[str, Any]:
     """All state of an optimizer as Paddle names and nests it, also of one that never took a step.
 
     The tensors are its own, not copies; the dicts are copies. To that of a LookAhead is added what Paddle leaves out:
     the state of the optimizer in it, and the number of steps.
+
+    Args:
+        optimizer: The optimizer.
+        key: What it is called, in errors.
+
+    Raises:
+        CheckpointError, UnsupportedValueError: see :func:`..tree.objects.state_of`.
     """
     make_accumulators(optimizer)
     owner = inner_optimizer(optimizer)
-    state = dict(owner.state_dict())  # that of shard_optimizer may take a step
+    state = dict(state_of(owner, key))  # that of shard_optimizer may take a step
     if isinstance(state.get(MASTERS), dict):
         state[MASTERS] = dict(state[MASTERS])
     if is_look_ahead(owner):
         steps = owner._global_step_var
-        state |= {INNER: optimizer_state(owner.inner_optimizer), STEPS: 0 if steps is None else int(steps)}
+        state |= {INNER: optimizer_state(owner.inner_optimizer, key), STEPS: 0 if steps is None else int(steps)}
     return state
 
 

@@ -10,6 +10,7 @@ import paddle
 from ..core.messages import counted
 from ..errors import StateDictMismatchError, UnsupportedValueError
 from ..tree.names import Names
+from ..tree.objects import state_of
 from ..tree.paths import parse_path
 from ..tree.state_dict import flatten
 from .masters import copies_of
@@ -28,7 +29,7 @@ _NOTHING = object()
 
 def model_state_of_run(loaded: Mapping[str, Any], model: Any, frozen: bool, variable_names: bool) -> dict[str, Any]:
     """See :func:`paddle_dist_ckpt.model_state_dict`; ``model`` is a layer."""
-    own, left_out = model.state_dict(), set[int]()
+    own, left_out = state_of(model, "model"), set[int]()
     if not frozen:
         pairs = [*((one, one) for one in model.parameters()), *copies_of(model, own)]
         left_out = {id(entry) for parameter, entry in pairs if parameter.stop_gradient}

@@ -98,7 +98,7 @@ class PaddleAdapter:
         if optimizers.is_optimizer(value):
             optimizers.check_optimizer(value, key)
             self._stepped.update(one.name for one in optimizers.parameters_of(value) if one.stop_gradient)
-            return ObjectKind.OPTIMIZER, optimizers.optimizer_state(value)
+            return ObjectKind.OPTIMIZER, optimizers.optimizer_state(value, key)
         if is_program(value):
             return ObjectKind.PROGRAM, program_state(value, key, self._of_any_mode)
         kind = ObjectKind.FIXED if isinstance(value, paddle.nn.Layer) else ObjectKind.FREE

@@ -1061,3 +1061,21 @@ class OddModule:
 def test_a_value_of_a_class_without_a_module_is_refused_as_any_other(kind: type, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedValueError, match=rf"deep\.x: an? {kind.__name__} cannot be stored"):
         save_state_dict({"deep": {"x": kind()}}, tmp_path)
+
+
+class Failing(paddle.optimizer.SGD):
+    def state_dict(self) -> Any:
+        raise KeyError("lost")
+
+
+class Stateless(paddle.optimizer.SGD):
+    def state_dict(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(("kind", "text"), [(Failing, "failed: KeyError: 'lost'"), (Stateless, "returned a NoneType")])
+def test_an_optimizer_that_gives_no_state_is_named(kind: Any, text: str, tmp_path: Path) -> None:
+    """As a layer is that gives none."""
+    optimizer = kind(parameters=layer_of().parameters())
+    with pytest.raises(CheckpointError, match=rf"job.o: state_dict\(\) of this {kind.__name__} {text}"):
+        save_state_dict({"job": {"o": optimizer}}, tmp_path)
