@@ -156,7 +156,7 @@ def measure_load(plan: PlannedSave) -> dict[str, Any]:
     )
     encoding, data = timed(lambda: encode_metadata(metadata))
     decoding, metadata = timed(lambda: decode_metadata(data, "0.metadata", 0))
-    giving, answer = timed(lambda: encode(Answering(metadata, [], {}).answer(WantedPaths(table.paths), {})[0][1]))
+    giving, answer = timed(lambda: encode(Answering(metadata, []).answer(WantedPaths(table.paths), {})[0][1]))
     wanted = _wanted(table, ranks // 2)
     adapter = NumpyAdapter()
 

@@ -38,7 +38,6 @@ class Answering:
     Args:
         metadata: What `.metadata` says.
         ranks: The ranks that load.
-        ranks_on_host: For each rank how many are on its host.
         unmatched: The keys of recipes that no rank has a tensor for.
         allow_missing: Patterns of wanted keys that need not be there.
         wanted_keys: Finds the flat keys that all ranks ask for.
@@ -56,13 +55,12 @@ class Answering:
         self,
         metadata: Metadata,
         ranks: Sequence[int],
-        ranks_on_host: dict[int, int],
         unmatched: Sequence[str] = (),
         allow_missing: Sequence[str] = (),
         wanted_keys: Callable[[], Collection[str]] = set,
         read: Callable[[int], Any] = lambda place: None,
     ) -> None:
-        self._metadata, self._ranks_on_host, self._unmatched = metadata, ranks_on_host, unmatched
+        self._metadata, self._unmatched = metadata, unmatched
         self._groups = [frozenset(ranks[i : i + _GROUP]) for i in range(0, len(ranks), _GROUP)]
         self._ranks = frozenset(ranks)
         self.hints = Hints(metadata, wanted_keys)
@@ -250,7 +248,6 @@ class Answering:
             values=found.values,
             unfit=found.unfit,
             skipped=found.skipped,
-            ranks_on_host=self._ranks_on_host,
             stored=found.stored,
             renamed={path: to for path, to in found.renamed.items() if to != [path] and path not in left},
             saved_by=metadata.world_size,

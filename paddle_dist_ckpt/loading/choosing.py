@@ -49,7 +49,7 @@ def choose(
     if arranger is None:
         return Chosen(select(metadata, selection), {}, {})
     stored = stored_tensors(metadata)
-    made, _, problems, unfit, left = arranger.make(stored, Answering(metadata, [], {}).what_is)
+    made, _, problems, unfit, left = arranger.make(stored, Answering(metadata, []).what_is)
     problems += [f"{key}: {unfit[key]}" for key in selected_of(unfit, selection)]
     advice = "LoadOptions(strict=False) loads what fits"
     if strict == "all":

@@ -15,6 +15,7 @@ import numpy as np
 from ..core.columns import IntArray
 from ..errors import CollectiveError
 from ..tree.paths import plain_key
+from .wording import some_of
 
 if TYPE_CHECKING:
     from .targets import Targets
@@ -69,7 +70,7 @@ def check_none_in_flight(targets: Targets) -> None:
     rows = np.flatnonzero(hit & ~targets.on_device).tolist()
     keys = list(dict.fromkeys(plain_key(targets.path(row)) for row in rows))
     if keys:
-        shown = ", ".join(keys[:_MOST_NAMES]) + (", ..." if len(keys) > _MOST_NAMES else "")
+        shown = some_of(keys, _MOST_NAMES, ", ")
         raise CollectiveError(
             f"an exchange that was given up may still write to {shown}: restart the job, or load into new tensors"
         )

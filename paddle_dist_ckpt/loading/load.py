@@ -15,9 +15,8 @@ from ..tree.paths import plain_key
 from ..tree.state_dict import Leaves, flatten
 from .load_rounds import Holder, LeavesLoad
 from .messages import Mismatch
-from .mismatches import some_of
 from .reading import LoadContext
-from .wording import LEFT, NOT_TAKEN
+from .wording import LEFT, NOT_TAKEN, some_of
 
 __all__ = ["load"]
 

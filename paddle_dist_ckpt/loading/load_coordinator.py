@@ -45,15 +45,16 @@ from .messages import (
     Mismatch,
     WantedPaths,
 )
-from .mismatches import NOT_YET, MismatchCheck, some_of
+from .mismatches import NOT_YET, MismatchCheck
 from .reading import LoadContext, unreadable_on
 from .stored_tensors import stored_tensors
 from .together import check_arranged_alike, check_same_sources, found_nowhere, keys_of, wanted_together
-from .wording import FOUND_BY_SOME
+from .wording import FOUND_BY_SOME, some_of
 
 __all__ = ["LoadCoordinator"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+_MOST_NAMES = 20  # entries in a warning, or files in an error
 _SHARED = 1.25  # readers of this part of a file, and more, read some of it twice
 
 
@@ -63,47 +64,30 @@ class LoadCoordinator:
     def __init__(self, context: LoadContext, read: Callable[[int | None], Metadata]) -> None:
         self._storage, self._session, self._options = context.storage, context.session, context.options
         self._arranger, self._read = context.arranger, read
-        self._metadata: Metadata  # from round ``request`` on, like the next four
-        self._answering: Answering
-        self._mismatches: MismatchCheck
+        # From round ``request`` on:
         self._folders: dict[int, FolderIdentity]  # of ranks that have one; who has none reaches nothing
         self._groups: dict[FolderIdentity, list[int]]  # the ranks that see each folder, ascending
-        self._reasons: dict[str, str] = {}
-        self._reach: dict[int, list[int]] | None = None  # who can read each file, as positions, if there is an exchange
-        self._loads: list[int] = []  # what each rank has to read for it
-        self._begun = False
+        self._locations: dict[int, str]  # what ranks call their folders
+        self._metadata: Metadata
+        self._answering: Answering
+        self._mismatches: MismatchCheck
+        self._complete: set[str]  # the flat keys of objects for which everything must be loaded
+        self._asked_keys: set[str]  # if something stored is not read
         self._idle: list[IdleStatement] = []
+        # From round ``decide`` on, if there is an exchange:
+        self._reasons: dict[str, str] = {}  # why files cannot be read, by name
+        self._wanted_files: list[int] = []
+        self._reach: dict[int, list[int]] | None = None  # who can read each file, as positions
+        self._loads: list[int] = []  # what each rank has to read
+        self._begun = False  # whether something is where it was to go
         self._restarts = Restarts(context.storage)
-        self._doubtful: list[str] = []
 
     @no_collections()
     def request(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``request``: what the checkpoint has of what each rank wants."""
         requests = {rank: decode(data, LoadRequest) for rank, data in sorted(messages.items())}
-        coordinator = self._session.coordinator
-        ours = requests[coordinator]
-        check_same(
-            ["unique_id", *ours.options],
-            {rank: (str(one.unique_id), *one.options.values()) for rank, one in requests.items()},
-            coordinator,
-            shown=str,
-        )
-        self._folders = {rank: one.folder for rank, one in requests.items() if one.folder is not None}
-        self._locations = {rank: request.location for rank, request in requests.items()}
-        if not self._options.separate_folders:
-            hosts = {rank: one.host for rank, one in requests.items() if one.folder is None}
-            check_folders(self._folders, self._locations, hosts)
-        try:
-            metadata = self._metadata = self._read(ours.unique_id)
-        except CheckpointNotFoundError as error:
-            raise CheckpointNotFoundError(f"{error}{folders_text(self._folders, self._locations)}") from None
-        values = np.repeat(metadata.table.kinds != Kind.TENSOR, np.diff(metadata.table.first_shard))
-        check_sizes(self._storage, metadata, sorted(set(metadata.table.shard_file[values].tolist())), all_here=False)
-        self._groups = {}
-        for rank, folder in self._folders.items():
-            self._groups.setdefault(folder, []).append(rank)
-        sharing = Counter(folder.host for folder in self._folders.values())
-        on_host = {rank: sharing[folder.host] for rank, folder in self._folders.items()}
+        self._compare(requests)
+        metadata = self._metadata = self._find(requests[self._session.coordinator].unique_id)
         first_with: dict[bytes, int] = {}  # the first rank that wants each, which mostly is the same on all
         for rank, request in requests.items():
             first_with.setdefault(request.wanted, rank)
@@ -114,7 +98,7 @@ class LoadCoordinator:
         find_keys = functools.partial(keys_of, wanted.values())
         objects = {plain_key(path) for one in wanted.values() for path, has in one.values.items() if has == "object"}
         ranks, missing = self._session.ranks, self._options.allow_missing
-        self._answering = Answering(metadata, ranks, on_host, keys, missing, find_keys, self._stored_form)
+        self._answering = Answering(metadata, ranks, keys, missing, find_keys, self._stored_form)
         self._mismatches = MismatchCheck(
             self._storage.location,
             metadata,
@@ -139,6 +123,34 @@ class LoadCoordinator:
             rank: next(one for group, one in answered[request.wanted] if rank in group)
             for rank, request in requests.items()
         }
+
+    def _compare(self, requests: Mapping[int, LoadRequest]) -> None:
+        """See that ranks have passed the same, and see the same folder unless there are several."""
+        coordinator = self._session.coordinator
+        check_same(
+            ["unique_id", *requests[coordinator].options],
+            {rank: (str(one.unique_id), *one.options.values()) for rank, one in requests.items()},
+            coordinator,
+            shown=str,
+        )
+        self._folders = {rank: one.folder for rank, one in requests.items() if one.folder is not None}
+        self._locations = {rank: request.location for rank, request in requests.items()}
+        self._groups = {}
+        for rank, folder in self._folders.items():
+            self._groups.setdefault(folder, []).append(rank)
+        if not self._options.separate_folders:
+            hosts = {rank: one.host for rank, one in requests.items() if one.folder is None}
+            check_folders(self._folders, self._locations, hosts)
+
+    def _find(self, unique_id: int | None) -> Metadata:
+        """Read `.metadata`; the files of values have the sizes that it says, as far as they are in this folder."""
+        try:
+            metadata = self._read(unique_id)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(f"{error}{folders_text(self._folders, self._locations)}") from None
+        values = np.repeat(metadata.table.kinds != Kind.TENSOR, np.diff(metadata.table.first_shard))
+        check_sizes(self._storage, metadata, sorted(set(metadata.table.shard_file[values].tolist())), all_here=False)
+        return metadata
 
     def _stored_form(self, place: int) -> Any:
         """See :class:`.stored_paths.StoredPaths`; None of a value that is in another folder."""
@@ -169,25 +181,7 @@ class LoadCoordinator:
     def decide(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``decide``: raise what does not fit; restart if files are gone; choose how to read."""
         needs = {rank: decode(data, DecideRequest) for rank, data in messages.items()}
-        left = self._answering.not_asked()
-        unreadable = [plain_key(path) for path in self._metadata.left_out]
-        unused = [*map(self._metadata.key, left), *(k for k in unreadable if k not in self._asked_keys)]
-        problems = {rank: n.problems for rank, n in needs.items()}
-        self._mismatches.check(problems, unused, self._left_of_objects(left), self._idle)
-        if self._options.key_map is None:
-            for text in self._mismatches.empty_texts():
-                _logger.warning("%s: %s", self._storage.location, text)
-        if self._doubtful:
-            shown = ", ".join(self._doubtful[:20]) + (", ..." if len(self._doubtful) > 20 else "")
-            _logger.warning(
-                "%d stored entries are left, for the objects there have no such entries (any more): %s",
-                len(self._doubtful),
-                shown,
-            )
-            self._doubtful = []
-        if self._mismatches.unmatched:
-            _logger.warning("key_map: %s", some_of(self._mismatches.unmatched))
-            self._mismatches.unmatched = []
+        unused = self._judge(needs)
         missing = {name: reason for _, n in sorted(needs.items()) for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(DecideAnswer(restart=True)))
@@ -201,26 +195,44 @@ class LoadCoordinator:
             unused=unused,
             left=_left_everywhere(needs) + lacking,
         )
-        by_host = self._bytes_by_host(needs)
-        if not self._exchange_wanted(by_host, bool(missing)):
+        hosts = {rank: folder.host for rank, folder in self._folders.items()}
+        by_host = _bytes_by_host(needs, hosts)
+        probing = set[int]()
+        if self._exchange_wanted(by_host, bool(missing)):
+            wanted = {name for n in needs.values() for name in n.files}
+            self._wanted_files = [i for i, info in enumerate(self._metadata.files) if info.name in wanted]
+            files = [self._answering.files[i] for i in self._wanted_files]
+            decision = msgspec.structs.replace(decision, exchange=True, files=files)
+            probing = {group[0] for group in self._groups.values()}
+        else:
             sizes = {info.name: info.size for info in self._metadata.files}
             shared = sorted({name for (_, name), nbytes in by_host.items() if nbytes > sizes[name] * _SHARED})
-            return dict.fromkeys(messages, encode(msgspec.structs.replace(decision, shared=shared)))
-        wanted = {name for n in needs.values() for name in n.files}
-        self._wanted_files = [i for i, info in enumerate(self._metadata.files) if info.name in wanted]
-        files = [self._answering.files[i] for i in self._wanted_files]
-        probing = {group[0] for group in self._groups.values()}
-        replace = functools.partial(msgspec.structs.replace, decision, exchange=True, files=files)
-        return {rank: encode(replace(probe=rank in probing)) for rank in messages}
+            decision = msgspec.structs.replace(decision, shared=shared)
+        sharing = Counter(hosts.values())
 
-    def _bytes_by_host(self, needs: Mapping[int, DecideRequest]) -> Counter[tuple[str, str]]:
-        """How much the ranks of a host would read of a file, by host and file."""
-        wanted: Counter[tuple[str, str]] = Counter()
-        for rank, need in needs.items():
-            host = self._folders[rank].host if rank in self._folders else ""
-            for name, nbytes in need.files.items():
-                wanted[host, name] += nbytes
-        return wanted
+        @functools.cache  # for nearly all ranks it is the same
+        def told(ranks_on_host: int, probe: bool) -> bytes:
+            return encode(msgspec.structs.replace(decision, ranks_on_host=ranks_on_host, probe=probe))
+
+        return {rank: told(sharing[hosts[rank]] if rank in hosts else 1, rank in probing) for rank in messages}
+
+    def _judge(self, needs: Mapping[int, DecideRequest]) -> list[str]:
+        """Raise what does not fit, and warn of what may not be meant; returns the keys that no rank has asked for."""
+        left = self._answering.not_asked()
+        unreadable = [plain_key(path) for path in self._metadata.left_out]
+        unused = [*map(self._metadata.key, left), *(k for k in unreadable if k not in self._asked_keys)]
+        refused, doubtful = self._left_of_objects(left)
+        self._mismatches.check({rank: n.problems for rank, n in needs.items()}, unused, refused, self._idle)
+        if self._options.key_map is None:
+            for text in self._mismatches.empty_texts():
+                _logger.warning("%s: %s", self._storage.location, text)
+        if doubtful:
+            text = "%d stored entries are left, for the objects there have no such entries (any more): %s"
+            _logger.warning(text, len(doubtful), some_of(doubtful, _MOST_NAMES, ", "))
+        if self._mismatches.unmatched:
+            _logger.warning("key_map: %s", some_of(self._mismatches.unmatched))
+            self._mismatches.unmatched = []
+        return unused
 
     def _exchange_wanted(self, by_host: Iterable[tuple[str, str]], missing: bool) -> bool:
         if missing or self._options.exchange == "always":
@@ -283,9 +295,8 @@ class LoadCoordinator:
 
         Else it is a failure of the ranks that cannot open what is there.
         """
-        lines = [
-            f"  {reason if name in reason else f'{name}: {reason}'}" for name, reason in sorted(reasons.items())[:20]
-        ]
+        some = sorted(reasons.items())[:_MOST_NAMES]
+        lines = [f"  {reason if name in reason else f'{name}: {reason}'}" for name, reason in some]
         text = f"{counted(len(reasons), 'data file')} of the checkpoint cannot be read{more}:\n" + "\n".join(lines)
         text += folders_text(self._folders, self._locations)
         failed = {unreadable_on(reason): CheckpointError(reason) for reason in reasons.values()}
@@ -295,18 +306,27 @@ class LoadCoordinator:
             return CheckpointError(text)
         return RankFailureError(text, {rank: error for rank, error in failed.items() if rank is not None})
 
-    def _left_of_objects(self, paths: Sequence[str]) -> list[Mismatch]:
-        """A problem for each stored entry of an object of a user's class that no rank wants, and that may not be left.
+    def _left_of_objects(self, paths: Sequence[str]) -> tuple[list[Mismatch], list[str]]:
+        """A problem for each stored entry of an object of a user's class that no rank wants, and that may not be left;
+        and the keys of those that may, and are worth a warning.
 
         Of other formats nobody knows whether it is one.
         """
         if self._metadata.format not in ("native", "present") or not self._complete:
-            return []
+            return [], []
         allowed = matcher(self._options.allow_unused)
         unused = [path for path in paths if not allowed(self._metadata.key(path))]
         left = judge(self._metadata, self._answering.names, self._answering.asked, unused, sorted(self._complete))
-        self._doubtful = left.doubtful
-        return [Mismatch(key, f"{key}: stored, but {NOT_YET}") for key in left.refused]
+        return [Mismatch(key, f"{key}: stored, but {NOT_YET}") for key in left.refused], left.doubtful
+
+
+def _bytes_by_host(needs: Mapping[int, DecideRequest], hosts: Mapping[int, str]) -> Counter[tuple[str, str]]:
+    """How much the ranks of a host would read of a file, by host and file."""
+    wanted: Counter[tuple[str, str]] = Counter()
+    for rank, need in needs.items():
+        for name, nbytes in need.files.items():
+            wanted[hosts.get(rank, ""), name] += nbytes
+    return wanted
 
 
 def _left_everywhere(said: Mapping[int, DecideRequest | DoneRequest]) -> list[Mismatch]:

@@ -166,8 +166,7 @@ class LeavesLoad:
             raise Replaced
         self._files.look_into_cache(decision.shared)
         parts = ExchangeParts(self.context, fit.needs, self._files, decision, self._ask)
-        on_host = fit.answer.ranks_on_host.get(self.context.session.rank, 1)
-        reading = Reading(self.context, fit.needs, self._files, on_host)
+        reading = Reading(self.context, fit.needs, self._files, decision.ranks_on_host)
         skipped = fit.skipped + fit.leave(decision.left)
         if decision.staged:
             with reading.one_pass(True) as run:

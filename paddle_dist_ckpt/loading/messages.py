@@ -158,7 +158,6 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
         keys: The flat keys of stored paths, as far as they are not the plain ones.
         values: The values that `.metadata` has itself, by path.
         unfit: What stands at wanted paths where no tensor is, or no value.
-        ranks_on_host: For each rank, how many ranks are on its host.
         skipped: Why some wanted paths are left as they are.
         stored: The stored path of each tensor that is not stored under the wanted one.
         renamed: The wanted paths of other entries of data files, by stored path.
@@ -185,7 +184,6 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     keys: dict[str, str] = {}
     values: dict[str, Any] = {}
     unfit: dict[str, str] = {}
-    ranks_on_host: dict[int, int] = {}
     skipped: dict[str, str] = {}
     stored: dict[str, str] = {}
     renamed: dict[str, list[str]] = {}
@@ -239,6 +237,7 @@ class DecideAnswer(msgspec.Struct, frozen=True, array_like=True):
         objects: Whether the load ends with round ``restore``.
         unused: The flat keys that no rank has asked for.
         left: Problems that single ranks have with distributed tensors: no rank loads its part of these.
+        ranks_on_host: How many ranks are on this rank's host.
     """
 
     restart: bool = False
@@ -250,6 +249,7 @@ class DecideAnswer(msgspec.Struct, frozen=True, array_like=True):
     objects: bool = False
     unused: list[str] = []
     left: list[Mismatch] = []
+    ranks_on_host: int = 1
 
 
 class DoneRequest(msgspec.Struct, frozen=True, array_like=True):

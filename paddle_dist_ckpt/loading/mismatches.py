@@ -22,12 +22,12 @@ from .answering import Answering
 from .key_map import matcher
 from .messages import Mismatch, WantedPaths
 from .recipes import idle_hints
-from .wording import MEANT, MISSING, NEEDED, NO_ENTRY, TRANSPOSE
+from .wording import MEANT, MISSING, NEEDED, NO_ENTRY, TRANSPOSE, some_of
 
-__all__ = ["NOT_YET", "MismatchCheck", "idle_text", "some_of"]
+__all__ = ["NOT_YET", "MismatchCheck", "idle_text"]
 
 NOT_YET = "the object there, whose class has its own state_dict(), has no such entry"
-_MOST = 5  # statements, or keys of a key_map, in a warning
+_MOST = 5  # patterns in an advice
 _MOST_LINES = 100  # problems in an error's text
 
 
@@ -177,9 +177,3 @@ class MismatchCheck:
 def idle_text(statement: IdleStatement) -> str:
     """That a statement changes nothing, in words."""
     return f"aoa_config: {statement.text!r} changes nothing: {statement.reason}"
-
-
-def some_of(texts: Iterable[str]) -> str:
-    """The first few of several texts as one."""
-    texts = list(texts)
-    return "; ".join(texts[:_MOST]) + ("; ..." if len(texts) > _MOST else "")

@@ -95,9 +95,7 @@ def rehearse(
     arranged: Mapping[str, Arranged | None] = {}
     idle: list[IdleStatement] = []
     if targets is None:
-        made, sources, problems, unfit, _ = RecipeArranger(recipes, rest).make(
-            stored, Answering(metadata, [], {}).what_is
-        )
+        made, sources, problems, unfit, _ = RecipeArranger(recipes, rest).make(stored, Answering(metadata, []).what_is)
         problems += [f"{key}: {text}" for key, text in unfit.items()]
         targets, arranged = {key: (one.shape, one.dtype_of(stored)) for key, one in made.items()}, made
         idle = rest.idle(stored, None) if rest is not None else []
@@ -108,7 +106,7 @@ def rehearse(
             arranged = rest.arrange(stored, whole_ones)
             idle = rest.idle(stored, whole_ones)
     wanted, records = _wanted(targets, matching)
-    answering = Answering(metadata, [0], {0: 1}, [key for key, found in matching.patterns.items() if not found])
+    answering = Answering(metadata, [0], [key for key, found in matching.patterns.items() if not found])
     paths = WantedPaths(
         wanted.tensors.paths, {}, made=list(matching.recipes), sources=matching.sources, records=records
     )

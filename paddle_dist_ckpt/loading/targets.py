@@ -30,12 +30,11 @@ from .messages import Mismatch
 from .part_targets import PartTargets
 from .resize import Resizing
 from .shared_memory import SharedMemory, find_shared_memory
-from .wording import OVERLAPS_ITSELF, TRANSPOSE
+from .wording import OVERLAPS_ITSELF, TRANSPOSE, some_of
 
 __all__ = ["Targets"]
 
 _AT_ONCE = PACK_COUNT  # rows that are sent one after the other: so many stay in a core's cache meanwhile
-_MOST_NAMED = 5  # tensors, in what is said of one that shares memory with them
 
 Array = npt.NDArray[Any]
 
@@ -349,8 +348,7 @@ def _shared_text(others: Set[str]) -> str:
     """Why a tensor cannot be filled that shares memory with others, perhaps with more than these."""
     if not others:
         return OVERLAPS_ITSELF
-    names = sorted(map(plain_key, others))
-    shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+    shown = some_of(sorted(map(plain_key, others)), between=", ")
     return f"shares memory with {shown}, but the stored data differ"
 
 

@@ -1,9 +1,11 @@
-"""Words in what a load says of mismatches from which something else follows, such as advice.
+"""Words in what a load says, above all of mismatches: those from which something else follows, such as advice.
 
 Each has a name here, so that whoever rewords one changes nothing but the text.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 __all__ = [
     "A_TENSOR",
@@ -21,6 +23,7 @@ __all__ = [
     "OVERLAPS_ITSELF",
     "SET",
     "TRANSPOSE",
+    "some_of",
     "value_text",
 ]
 
@@ -48,6 +51,12 @@ OVERLAPS_ITSELF = "elements of the target share memory with each other"
 """Why a tensor cannot be filled, whatever is stored."""
 TRANSPOSE = ", its transpose"
 """How a mismatch of shapes ends where each is the other one backwards."""
+
+
+def some_of(texts: Iterable[str], most: int = 5, between: str = "; ") -> str:
+    """The first few of several texts as one."""
+    texts = list(texts)
+    return between.join(texts[:most]) + f"{between}..." * (len(texts) > most)
 
 
 def value_text(is_dict: bool) -> str:
