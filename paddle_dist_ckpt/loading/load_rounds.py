@@ -175,8 +175,12 @@ class LeavesLoad:
                 problems, answered = self._ask("staged", staged, GoOnAnswer, LoadCoordinator.done)
             skipped += problems + fit.leave(answered.left)
         with reading.one_pass(False) as run:
-            read = functools.partial(run, parts.last(False, self._touching(run)))
-            self._touched = True
+
+            def touch(rounds: Sequence[ExchangeRound] | None) -> None:
+                self._touched = True
+                run(rounds)
+
+            read = functools.partial(touch, parts.last(False, touch))
             with tally.phase("read"):
                 fill = functools.partial(self._fill, fit, reading, read)
                 (values, renewed), _ = self._ask("read", fill, GoOnAnswer, LoadCoordinator.done)
@@ -194,15 +198,6 @@ class LeavesLoad:
             unused_keys=tuple(decision.unused),
             **asdict(tally),
         )
-
-    def _touching(self, run: Callable[[Sequence[ExchangeRound]], None]) -> Callable[[Sequence[ExchangeRound]], None]:
-        """What runs rounds that write to tensors."""
-
-        def noted(rounds: Sequence[ExchangeRound]) -> None:
-            self._touched = True
-            run(rounds)
-
-        return noted
 
     def _bytes_there(self, answer: LoadAnswer) -> int:
         """What the checkpoint has on the disk, as far as this rank sees it. One that sees nothing, for which others
