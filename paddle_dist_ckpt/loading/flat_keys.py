@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from ..core.cached import cached_property
 from ..tree.paths import containers_of, escaped_key, occurs, plain_key, plain_keys, without_escapes
 
-__all__ = ["FlatKeys"]
+__all__ = ["FlatKeys", "nested_key"]
 
 _IN_LIST = re.compile("/~[lt]")
 
@@ -35,7 +35,7 @@ class FlatKeys:
             wanted: Paths at which nothing is stored.
             asked: All paths that are asked for.
         """
-        counts, keys = Counter(map(_key, asked)), list(map(_key, wanted))
+        counts, keys = Counter(map(nested_key, asked)), list(map(nested_key, wanted))
         pairs = zip(wanted, keys, strict=True)
         found = {path: self._plain[key] for path, key in pairs if counts[key] == 1 and key in self._plain}
         if self._escaped:
@@ -50,9 +50,9 @@ class FlatKeys:
         for path in wanted:
             if path in found:
                 continue
-            at, rest = self._containers.get(_key(path)), ""
+            at, rest = self._containers.get(nested_key(path)), ""
             if at is None and (list_at := _IN_LIST.search(path)):
-                at, rest = self._plain.get(_key(path[: list_at.start()])), path[list_at.start() :]
+                at, rest = self._plain.get(nested_key(path[: list_at.start()])), path[list_at.start() :]
             if at is not None and at not in taken:
                 found[path] = at + rest
         return found
@@ -60,7 +60,7 @@ class FlatKeys:
     @cached_property
     def _plain(self) -> dict[str, str]:
         """The stored path of each key of one path only."""
-        keys = list(map(_key, self._paths))
+        keys = list(map(nested_key, self._paths))
         counts = Counter(keys)
         counts.update(without_escapes(key) for key in self._escaped if "\\" in key)
         return _by_key(keys, self._paths, counts)
@@ -69,7 +69,7 @@ class FlatKeys:
     def _containers(self) -> dict[str, str]:
         """The same for what other paths lead through."""
         paths = [*containers_of(self._paths)]
-        keys = list(map(_key, paths))
+        keys = list(map(nested_key, paths))
         return _by_key(keys, paths, Counter(keys))
 
     @cached_property
@@ -84,7 +84,8 @@ class FlatKeys:
         return {key: path for key, path in found.items() if "~" not in path}
 
 
-def _key(path: str) -> str:
+def nested_key(path: str) -> str:
+    """What a path has in common with others that nest the same in other dicts."""
     return path[1:].replace("/", ".")
 
 

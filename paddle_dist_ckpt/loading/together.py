@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..core.parts import Arranged, WantedTensor
 from ..tree.paths import plain_key
+from .flat_keys import nested_key
 from .key_map import OWN_KEY
 from .messages import WantedPaths, WantedRecord
 
@@ -47,22 +49,27 @@ def check_arranged_alike(wanted: Sequence[WantedPaths], arranged: Mapping[str, M
 def check_same_sources(wanted: Mapping[int, WantedPaths]) -> None:
     """See that the ranks that have parts of one tensor take them of one thing; by rank what each wants.
 
-    A rank that has neither recipes nor a key_map takes what is stored under a tensor's own key.
+    A rank that has neither recipes nor a key_map takes what is stored under a tensor's own key. Ranks may have a tensor
+    nested in different dicts, unless one of them has several paths of its key.
 
     Raises:
         ValueError: they do not. A tensor would be put together of several.
     """
-    elsewhere = {path for paths in wanted.values() for path in paths.instead}
-    said: dict[str, dict[str, int]] = {path: {} for path in sorted(elsewhere)}  # what each is made of, on which rank
-    for rank, paths in wanted.items():
-        here: Iterable[str] = paths.instead
-        if not (paths.moved or paths.made or paths.instead):
-            here = elsewhere.intersection(paths.tensors)
+    if not any(paths.instead for paths in wanted.values()):
+        return
+    of_ranks: dict[int, Collection[str]] = {
+        rank: paths.instead or (() if paths.moved or paths.made else paths.tensors) for rank, paths in wanted.items()
+    }
+    several = {key for here in of_ranks.values() for key, count in Counter(map(nested_key, here)).items() if count > 1}
+    said: dict[str, dict[str, int]] = {}  # of what each tensor is made, each with a rank that says so
+    for rank, here in of_ranks.items():
         for path in here:
-            said[path].setdefault(paths.instead.get(path, OWN_KEY), rank)
+            key = nested_key(path)
+            found = said.setdefault(path if key in several else f"/{key}", {})
+            found.setdefault(wanted[rank].instead.get(path, OWN_KEY), rank)
     lines = [
         f"{plain_key(path)}: {'; '.join(f'rank {rank}: {what}' for what, rank in found.items())}"
-        for path, found in said.items()
+        for path, found in sorted(said.items())
         if len(found) > 1
     ]
     if lines:

@@ -805,6 +805,30 @@ def test_a_tensor_that_all_ranks_leave_as_it_is_stays_whatever_else_they_load(tm
     assert not any(piece.any() for part in parts for piece in part.pieces)
 
 
+@pytest.mark.parametrize("stored_as", [None, "a.c"])
+def test_parts_of_one_tensor_are_never_of_two_though_ranks_nest_it_otherwise(
+    tmp_path: Path, stored_as: str | None
+) -> None:
+    save_on([{"a": {"b": make_array((8, 6), seed=1), "c": make_array((8, 6), seed=2)}}], tmp_path)
+    parts = split_rows(np.zeros((8, 6), np.float32), 2, False)
+    targets: list[dict[str, Any]] = [{"a": {"b": parts[0]}}, {"a.b": parts[1]}]
+    options = [LoadOptions(timeout=60), LoadOptions(timeout=60, key_map={"a.b": stored_as})]
+    loaded = run_ranks(2, lambda one: one.load(targets[one.rank], tmp_path, None, options[one.rank]))
+    for error in errors_of(loaded, ValueError):
+        assert re.search("a.b: rank 0: what is stored under its own key; rank 1: (nothing|stored)", str(error))
+    assert not any(piece.any() for part in parts for piece in part.pieces)
+
+
+def test_tensors_of_one_key_may_be_of_different_things(tmp_path: Path) -> None:
+    state = {"a": {"b": make_array((8, 6), seed=1)}, "a.b": make_array((8, 6), seed=2)}
+    save_on([state], tmp_path)
+    parts = [split_rows(np.zeros((8, 6), np.float32), 2, False) for _ in range(2)]
+    targets = [{"a": {"b": parts[0][rank]}, "a.b": parts[1][rank]} for rank in range(2)]
+    load_on(targets, tmp_path, options=LoadOptions(timeout=60, key_map={"a\\.b": "a.b"}))
+    for part in (*parts[0], *parts[1]):
+        check_pieces(part, state["a"]["b"])
+
+
 def test_ranks_without_a_key_map_are_compared_with_one_that_has_one_in_linear_time() -> None:
     paths = [f"/model/layers.{i}.weight" for i in range(20_000)]
     moved = dict.fromkeys(paths[::2], "other")
