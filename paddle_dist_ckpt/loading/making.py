@@ -95,17 +95,19 @@ class RecipeArranger:
             for key, one in kept.items()
             if not is_itself(key, one, stored) and (text := _why_unfit(one, stored, absent))
         }
-        sources: dict[str, Iterable[str]] = {key: (part.key for part in kept[key].parts) for key in unfit}
+        sources = {key: [part.key for part in kept[key].parts] for key in unfit}
         kept = {key: one for key, one in kept.items() if key not in unfit}
-        sources |= {key: filled.keys.values() for key, filled in matching.recipes.items()}
-        lacking = [
-            key
-            for key in filter(self._may_be_missing, [*unlike, *misfits, *unfit])
-            if key in unlike or any(one not in stored and absent(one).startswith(MISSING) for one in sources[key])
-        ]
+        sources |= {key: list(filled.keys.values()) for key, filled in matching.recipes.items()}
         misfits = unlike | misfits
-        left = [f"{key}: {(misfits if key in misfits else unfit).pop(key)}" for key in lacking]
-        problems += [f"{key}: {text}" for key, text in misfits.items()]
+        lacking = {
+            key: text
+            for key, text in (misfits | unfit).items()
+            if self._may_be_missing(key)
+            and (key in unlike or any(one not in stored and absent(one).startswith(MISSING) for one in sources[key]))
+        }
+        problems += [f"{key}: {text}" for key, text in misfits.items() if key not in lacking]
+        unfit = {key: text for key, text in unfit.items() if key not in lacking}
+        left = [f"{key}: {text}" for key, text in lacking.items()]
         return AllMade({**kept, **made}, set(matching.sources), problems, unfit, left)
 
 
