@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ def made(folder: Path) -> Path:
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.fixture
+def called() -> Iterator[list[int]]:
+    """Has something for each SIGTERM that reaches the handler that the program had before."""
+    reached: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: reached.append(1))
+    yield reached
+    signal.signal(signal.SIGTERM, before)
 
 
 # -- alone
@@ -476,7 +486,9 @@ def test_a_relative_root_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
     assert folders(tmp_path / "run") == [1, 2]
 
 
-def test_a_repeated_sigterm_does_not_end_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_sigterm_does_not_end_the_last_save(
+    tmp_path: Path, called: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A launcher repeats it while close() waits for that save."""
     repeated, publish = threading.Event(), LocalStorage.publish
 
@@ -490,99 +502,82 @@ def test_a_repeated_sigterm_does_not_end_the_last_save(tmp_path: Path, monkeypat
         repeated.set()
         wait_for_save(manager)
 
-    called = list[int]()
-    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
-    try:
-        monkeypatch.setattr(LocalStorage, "publish", slow)
-        with CheckpointManager(tmp_path, save_on_sigterm=True) as steps:
-            signal.raise_signal(signal.SIGTERM)
-            steps.save(1, numbers(1))
-            wait_for_save = CheckpointManager.wait
-            monkeypatch.setattr(CheckpointManager, "wait", wait)
-        assert (folders(tmp_path), called) == ([1], [])
+    monkeypatch.setattr(LocalStorage, "publish", slow)
+    with CheckpointManager(tmp_path, save_on_sigterm=True) as steps:
         signal.raise_signal(signal.SIGTERM)
-        assert not called, "what follows is not interrupted either"
-        monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
-        signal.raise_signal(signal.SIGTERM)
-        assert called == [1], "it is not the manager's any more"
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        steps.save(1, numbers(1))
+        wait_for_save = CheckpointManager.wait
+        monkeypatch.setattr(CheckpointManager, "wait", wait)
+    assert (folders(tmp_path), called) == ([1], [])
+    signal.raise_signal(signal.SIGTERM)
+    assert not called, "what follows is not interrupted either"
+    monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
+    signal.raise_signal(signal.SIGTERM)
+    assert called == [1], "it is not the manager's any more"
 
 
 @pytest.mark.parametrize("when", ["after the last step", "while its save is waited for"])
 def test_a_first_sigterm_that_no_step_follows_counts_when_the_last_save_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    tmp_path: Path, called: list[int], monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    called, wait_for_save = list[int](), CheckpointManager.wait
+    wait_for_save = CheckpointManager.wait
 
     def wait(manager: CheckpointManager) -> None:
         signal.raise_signal(signal.SIGTERM)
         assert not called
         wait_for_save(manager)
 
-    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
-    try:
-        with CheckpointManager(tmp_path, save_on_sigterm=True) as steps:
-            steps.save(1, numbers(1))
-            if when == "after the last step":
-                signal.raise_signal(signal.SIGTERM)
-                steps.save(1, numbers(1), force=True)
-                assert not called
-            else:
-                monkeypatch.setattr(CheckpointManager, "wait", wait)
-        assert (folders(tmp_path), called) == ([1], [1])
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with CheckpointManager(tmp_path, save_on_sigterm=True) as steps:
+        steps.save(1, numbers(1))
+        if when == "after the last step":
+            signal.raise_signal(signal.SIGTERM)
+            steps.save(1, numbers(1), force=True)
+            assert not called
+        else:
+            monkeypatch.setattr(CheckpointManager, "wait", wait)
+    assert (folders(tmp_path), called) == ([1], [1])
 
 
 @pytest.mark.parametrize("where", ["in the block", "by the last save"])
-def test_a_sigterm_does_not_hide_what_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_sigterm_does_not_hide_what_is_raised(
+    tmp_path: Path, called: list[int], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     """It is what a launcher sends to the ranks that are left when one has died."""
 
     def fail(manager: CheckpointManager) -> None:
         raise CheckpointError("by the last save")
 
-    called = list[int]()
-    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
-    try:
-        with pytest.raises(CheckpointError, match=where), CheckpointManager(tmp_path, save_on_sigterm=True) as steps:
-            steps.save(1, numbers(1))
-            signal.raise_signal(signal.SIGTERM)
-            if where == "in the block":
-                raise CheckpointError(where)
-            monkeypatch.setattr(CheckpointManager, "wait", fail)
-        assert not called
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(CheckpointError, match=where), CheckpointManager(tmp_path, save_on_sigterm=True) as steps:
+        steps.save(1, numbers(1))
+        signal.raise_signal(signal.SIGTERM)
+        if where == "in the block":
+            raise CheckpointError(where)
+        monkeypatch.setattr(CheckpointManager, "wait", fail)
+    assert not called
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_sigterm_reaches_all_managers_that_are_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+    tmp_path: Path, called: list[int], monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    called: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
-    try:
-        made = [CheckpointManager(tmp_path / str(i), save_on_sigterm=True) for i in range(3)]
-        made.pop(first).close()
-        signal.raise_signal(signal.SIGTERM)
-        for manager in made:
-            deadline = time.monotonic() + 10
-            step = 0
-            while not manager.stopping and time.monotonic() < deadline:
-                manager.should_save(step := step + 1)
-            assert manager.stopping
-        signal.raise_signal(signal.SIGTERM)
-        assert not called, "launchers send it several times in a row"
-        monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
-        signal.raise_signal(signal.SIGTERM)
-        assert called == [1], "later, it is not the managers'"
-        for manager in made:
-            manager.close()
-        signal.raise_signal(signal.SIGTERM)
-        assert called == [1, 1]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    made = [CheckpointManager(tmp_path / str(i), save_on_sigterm=True) for i in range(3)]
+    made.pop(first).close()
+    signal.raise_signal(signal.SIGTERM)
+    for manager in made:
+        deadline = time.monotonic() + 10
+        step = 0
+        while not manager.stopping and time.monotonic() < deadline:
+            manager.should_save(step := step + 1)
+        assert manager.stopping
+    signal.raise_signal(signal.SIGTERM)
+    assert not called, "launchers send it several times in a row"
+    monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
+    signal.raise_signal(signal.SIGTERM)
+    assert called == [1], "later, it is not the managers'"
+    for manager in made:
+        manager.close()
+    signal.raise_signal(signal.SIGTERM)
+    assert called == [1, 1]
 
 
 def test_a_forked_process_does_not_swallow_sigterm(tmp_path: Path) -> None:
@@ -627,24 +622,19 @@ def test_a_process_that_is_forked_during_a_removal_can_ask_for_the_steps(
         assert steps.all_steps() == [2]
 
 
-def test_a_manager_that_is_closed_by_another_thread_swallows_no_sigterm(tmp_path: Path) -> None:
-    called: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
-    try:
-        manager = CheckpointManager(tmp_path, save_on_sigterm=True)
-        thread = threading.Thread(target=manager.close)
-        thread.start()
-        thread.join()
-        signal.raise_signal(signal.SIGTERM)
-        assert called == [1]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def test_a_manager_that_is_closed_by_another_thread_swallows_no_sigterm(tmp_path: Path, called: list[int]) -> None:
+    manager = CheckpointManager(tmp_path, save_on_sigterm=True)
+    thread = threading.Thread(target=manager.close)
+    thread.start()
+    thread.join()
+    signal.raise_signal(signal.SIGTERM)
+    assert called == [1]
 
 
 def test_a_manager_whose_close_is_interrupted_at_once_swallows_no_sigterm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, called: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called, closed = list[int](), list[int]()
+    closed = list[int]()
     close = Schedule.close
 
     def interrupted_once(schedule: Schedule) -> None:
@@ -653,18 +643,14 @@ def test_a_manager_whose_close_is_interrupted_at_once_swallows_no_sigterm(
             raise KeyboardInterrupt
         close(schedule)
 
-    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
-    try:
-        manager = CheckpointManager(tmp_path, save_on_sigterm=True)
-        monkeypatch.setattr(Schedule, "close", interrupted_once)
-        with pytest.raises(KeyboardInterrupt):
-            manager.close()
-        signal.raise_signal(signal.SIGTERM)
-        assert called == [1]
+    manager = CheckpointManager(tmp_path, save_on_sigterm=True)
+    monkeypatch.setattr(Schedule, "close", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
         manager.close()
-        assert len(closed) == 2, "it is closed on all ranks"
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.raise_signal(signal.SIGTERM)
+    assert called == [1]
+    manager.close()
+    assert len(closed) == 2, "it is closed on all ranks"
 
 
 def test_sigterm_needs_the_main_thread(tmp_path: Path) -> None:
