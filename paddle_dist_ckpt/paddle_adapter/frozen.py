@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from paddle.base.framework import EagerParamBase
@@ -26,11 +27,10 @@ def without_frozen(leaves: Leaves) -> Leaves:
     }
     for opened in leaves.objects:
         left_out |= {id(copy) for parameter, copy in copies_of(opened.value, opened.state) if _is_frozen(parameter)}
-    pairs = zip(leaves.tensor_paths, leaves.tensors, strict=True)
-    frozen = {path: one for path, one in pairs if _is_frozen(one) or id(one) in left_out}
-    paths = [path for path in leaves.tensor_paths if path not in frozen]
-    tensors = [one for path, one in zip(leaves.tensor_paths, leaves.tensors, strict=True) if path not in frozen]
-    return Leaves(paths, tensors, leaves.value_paths, leaves.values, leaves.objects, frozen)
+    trained, frozen = dict[str, Any](), dict[str, Any]()
+    for path, one in zip(leaves.tensor_paths, leaves.tensors, strict=True):
+        (frozen if _is_frozen(one) or id(one) in left_out else trained)[path] = one
+    return dataclasses.replace(leaves, tensor_paths=list(trained), tensors=list(trained.values()), kept=frozen)
 
 
 def _is_frozen(tensor: Any) -> bool:

@@ -262,6 +262,15 @@ def test_copies_of_what_is_not_trained_are_left_out_too(wrapped: bool) -> None:
     assert [float(one.weight[0, 0]) for one in (model.a, model.b)] == [2.0, 1.0]
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_values_that_differ_are_not_given_to_one_dict_that_is_there_twice(frozen: bool) -> None:
+    once = {"x": 0}
+    state = {"a": once, "b": once, "w": paddle.zeros([1])}
+    with pytest.raises(StateDictMismatchError, match="b.x: is the same as a.x"):
+        scatter_state_dict({"a": {"x": 1}, "b": {"x": 2}, "w": paddle.ones([1])}, state, frozen=frozen)
+    assert (once, state["w"].tolist()) == ({"x": 0}, [0])
+
+
 # -- values of which each rank has its own
 
 
