@@ -11,14 +11,14 @@ from ..errors import UnsupportedValueError
 from ..tree.objects import is_stateful, set_state
 from .optimizers import MASTERS, inner_optimizer, is_optimizer
 from .static_program import SCHEDULER, is_program, program_scheduler, set_program_state
-from .wrappers import INNER, STEPS, is_look_ahead, is_of_paddle, is_wrapper, refusal, unwrapped, without_data_parallel
+from .wrappers import INNER, STEPS, is_look_ahead, is_of_paddle, refusal, unwrapped, without_data_parallel
 
 __all__ = ["in_own_dtypes", "is_defined_by_user", "is_object", "needs_all_entries", "own_tensors", "restore"]
 
 
 def is_object(value: Any) -> bool:
     """Whether it is an object with a state_dict, also one that only passes on what it wraps, or one to be refused."""
-    return is_stateful(value) or is_wrapper(value) or refusal(value) is not None
+    return is_stateful(value) or unwrapped(value) is not value or refusal(value) is not None
 
 
 def is_defined_by_user(value: Any) -> bool:

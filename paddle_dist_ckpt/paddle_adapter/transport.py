@@ -138,8 +138,9 @@ class PaddleTransport:
 
     def try_out(self) -> list[str]:
         """See :class:`..core.protocols.Operations`. A backend that has no all-to-all says so on each rank by itself."""
+        attempts = {"all_to_all": self._try_all_to_all, "broadcast": self._try_broadcast, "scatter": self._try_scatter}
         with self._operation():
-            return [name for name, attempt in self._attempts.items() if not attempt()]
+            return [name for name, attempt in attempts.items() if not attempt()]
 
     def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
         """See :class:`..core.protocols.Transport`."""
@@ -153,11 +154,6 @@ class PaddleTransport:
             blamed = {rank for ranks in lacking.values() for rank in ranks}
             raise CollectiveError(text, {rank: CollectiveError(text) for rank in sorted(blamed)})
         self.tried = True
-
-    @property
-    def _attempts(self) -> dict[str, Callable[[], bool]]:
-        """How each operation is tried."""
-        return {"all_to_all": self._try_all_to_all, "broadcast": self._try_broadcast, "scatter": self._try_scatter}
 
     def _try_all_to_all(self) -> bool:
         ranks, me = self._group.ranks, dist.get_rank()

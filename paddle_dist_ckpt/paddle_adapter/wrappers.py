@@ -14,7 +14,6 @@ __all__ = [
     "STEPS",
     "is_look_ahead",
     "is_of_paddle",
-    "is_wrapper",
     "refusal",
     "unwrapped",
     "without_data_parallel",
@@ -86,11 +85,6 @@ def is_of_paddle(kind: type) -> bool:
 def _found(table: Mapping[str, str], value: Any) -> str | None:
     """The name of one of Paddle's classes that a value is of and a table has."""
     return min(table.keys() & _paddles(value), default=None)
-
-
-def is_wrapper(value: Any) -> bool:
-    """Whether it stands for something else that it holds."""
-    return _found(_WRAPPED, value) is not None
 
 
 def unwrapped(value: Any) -> Any:
