@@ -123,7 +123,8 @@ def _export_filled(
 
     recipes = options.recipes or {}  # those of what is not asked for, or not stored, make nothing that is written
     patterns = match_recipes(recipes, {key: key for key in keys}).patterns
-    filling = dataclasses.replace(options, recipes={key: one for key, one in recipes.items() if patterns[key]} or None)
+    recipes = {key: one for key, one in recipes.items() if patterns[key]}
+    filling = dataclasses.replace(options, recipes=recipes or None, allow_unused=["*"])  # what is not written
     report = load_with(ranks, find, path, metadata.unique_id, filling, offload)
     if ranks.rank == session.coordinator:
         _warn_of_new(options, stored)

@@ -245,6 +245,16 @@ def test_it_goes_on_without_the_recipes_of_what_it_does_not_write(tmp_path: Path
     assert merged(tmp_path, "part") == {"m.a": [2, 2], "m.b": [2, 2]}
 
 
+def test_what_is_not_written_may_be_there_however_strict_loads_are(tmp_path: Path) -> None:
+    state = {"a": paddle.ones([2]), "b": paddle.zeros([2]), "x": paddle.ones([1]), "step": 3}
+    save_state_dict(state, tmp_path / "saved")
+    options = LoadOptions(strict="all")
+    merge(tmp_path, "a -> b", options=options, skip_postfix_list=["x"])
+    assert merged(tmp_path) == {"a": [1, 1], "b": [1, 1]}
+    with pytest.raises(StateDictMismatchError, match="'a -> new' changes nothing"):
+        merge(tmp_path, "a -> new", to="other", options=options)
+
+
 def test_in_static_mode(tmp_path: Path) -> None:
     save_state_dict({"a": paddle.ones([2]), "b": paddle.zeros([2])}, tmp_path / "saved")
     paddle.enable_static()
