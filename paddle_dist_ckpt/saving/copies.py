@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +13,6 @@ import xxhash
 
 from ..core.columns import IntArray, column_size, edges_of, places_within, unpack_column
 from ..core.text import ranks_text
-from ..core.threads import run_all
 from ..errors import CheckpointError
 from ..tree.paths import plain_key
 from .describe import LocalState
@@ -28,7 +26,7 @@ ALL = -1
 PARTS = 10
 """Blocks of copies are compared all, or every tenth: of the parts 0 to 9 another one in each save."""
 _MOST_TENSORS = 20  # in a message
-_TASK_BLOCKS = 16
+_TOGETHER = 16  # blocks that are read from a device before the next look whether to stop
 Digests = npt.NDArray[np.uint64]
 
 
@@ -85,13 +83,12 @@ class CopyPlan:
         """A digest of each item that others have copies of; ``blocks`` are those of all blocks of the rank's files."""
         return _combined(blocks, self.counts, self.starts, compared)[self.copied].astype("<u8").tobytes()
 
-    def of_copies(self, state: LocalState, compared: int, threads: int, check: Callable[[], None]) -> bytes:
+    def of_copies(self, state: LocalState, compared: int, check: Callable[[], None]) -> bytes:
         """A digest of each copy.
 
         Args:
             state: Where they are.
             compared: The part of the blocks that is compared, or ``ALL``.
-            threads: How many threads hash.
             check: Called now and then; may raise to stop.
         """
         counts = -(-self.sizes // self.block_bytes)
@@ -102,10 +99,10 @@ class CopyPlan:
         high = np.minimum(low + self.block_bytes, self.sizes[item])
         rows = list(zip(chosen.tolist(), item.tolist(), low.tolist(), high.tolist(), strict=True))
         sources = self.items.sources(state, {})
-
-        def hash_blocks(some: Sequence[tuple[int, int, int, int]]) -> None:
+        for at in range(0, len(rows), _TOGETHER):
+            check()
             others = []
-            for block, i, start, stop in some:
+            for block, i, start, stop in rows[at : at + _TOGETHER]:
                 source = sources[i]
                 if isinstance(source, int):
                     memory = (ctypes.c_char * (stop - start)).from_address(source + start)
@@ -115,13 +112,6 @@ class CopyPlan:
             found = state.contents(part for _, part in others)
             for (block, _), data in zip(others, found, strict=True):
                 blocks[block] = _digest(data.data)
-
-        def tasks() -> Iterator[Callable[[], None]]:
-            for at in range(0, len(rows), _TASK_BLOCKS):
-                yield functools.partial(hash_blocks, rows[at : at + _TASK_BLOCKS])
-
-        # Copies from a device are queued by one thread at a time.
-        run_all(tasks(), 1 if state.devices is not None else threads, check)
         return _combined(blocks, counts, self.copy_starts, compared).astype("<u8").tobytes()
 
 

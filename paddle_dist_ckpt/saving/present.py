@@ -168,7 +168,7 @@ def _make_files(
     if order.compared is not None:
         twice = CopyPlan.of(state, plan, parts, _BLOCK_BYTES)
         own = twice.of_own(state, plan)
-        digests = [one.of_copies(state, order.compared, 1, session.check) for one in (own, twice)]
+        digests = [one.of_copies(state, order.compared, session.check) for one in (own, twice)]
     return WriteRequest(files, entries, sum(info.size for info in files), {}, *digests)
 
 

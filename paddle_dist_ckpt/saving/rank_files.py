@@ -84,10 +84,11 @@ class RankFiles:
             if self._in_background:
                 self._take_snapshot(state)
             if self._order.compared is not None:
-                self._beside.append(functools.partial(self._hash_copies, state))
-            if self._in_background:  # copies are not among what is snapshotted
-                run_all(self._beside, 1, self._context.session.check)
-                self._beside.clear()
+                hash_copies = functools.partial(self._hash_copies, state, self._order.compared)
+                if self._in_background:  # copies are not among what is snapshotted
+                    hash_copies()
+                else:
+                    self._beside.append(hash_copies)
         except Exception as error:
             self._failure = error
 
@@ -118,11 +119,10 @@ class RankFiles:
             files.append(FileSave(self._context.storage, name, part.table, info, contents))
         return files
 
-    def _hash_copies(self, state: LocalState) -> None:
+    def _hash_copies(self, state: LocalState, compared: int) -> None:
         """Hash this rank's copies of what others write. One thread does, for writing waits for the disk meanwhile."""
-        context, compared = self._context, self._order.compared
-        assert compared is not None
-        self._digests = context.memory.plan.copies.of_copies(state, compared, 1, context.session.check)
+        context = self._context
+        self._digests = context.memory.plan.copies.of_copies(state, compared, context.session.check)
 
     def _take_snapshot(self, state: LocalState) -> None:
         """Copy what will be written; write at once what the snapshot has no room for."""
