@@ -78,7 +78,7 @@ class CoordinatorSession:
         self.resume = 0
         self._judged_at = math.inf
         self._holds_until = -math.inf  # after a sleep no round ends before: those who wait may have given up
-        self._now = now
+        self._now = now  # when it was told something last
         self.verdict: ErrorRecord | None = None
 
     @property
@@ -109,14 +109,14 @@ class CoordinatorSession:
         self._heard[rank] = now
         self._moved = self._moved or (isinstance(message, wire.Beat) and message.moved)
         if isinstance(message, wire.Open):
-            self._on_open(rank, message, now)
+            self._on_open(rank, message)
         elif isinstance(message, wire.Answer):
-            self._on_answer(rank, message, payload, now)
+            self._on_answer(rank, message, payload)
         elif isinstance(message, wire.Fail):
-            self._on_fail(rank, message, now)
+            self._on_fail(rank, message)
         elif isinstance(message, wire.Bye):
-            self._on_bye(rank, now)
-        self._judge_if_due(now)
+            self._on_bye(rank)
+        self._judge_if_due()
 
     def hear(self, rank: int, now: float) -> None:
         """Note that a part of a message has come from ``rank``. It is no news of a session that the rank is not in."""
@@ -124,7 +124,7 @@ class CoordinatorSession:
             self._notice_own_sleep(now)
             self._heard[rank] = now
 
-    def _on_open(self, rank: int, message: wire.Open, now: float) -> None:
+    def _on_open(self, rank: int, message: wire.Open) -> None:
         # The longest timeout counts until the coordinator's own is known.
         if rank == self._coordinator or not self.kinds:
             self._timeout = message.timeout
@@ -135,75 +135,75 @@ class CoordinatorSession:
         # Beats come as often as the rank needs them that waits least; and all answer them, see MemberSession.handle.
         self._shortest = min(self._shortest, message.timeout)
         if rank == self._coordinator:
-            self._next_beat = now
+            self._next_beat = self._now
         elif self._coordinator in self.kinds:
-            self._next_beat = min(self._next_beat, now + self._shortest / BEATS_PER_TIMEOUT)
+            self._next_beat = min(self._next_beat, self._now + self._shortest / BEATS_PER_TIMEOUT)
         if self.waits:  # it may fail as those have that have waited for it
-            self._judged_at = now + GRACE
+            self._judged_at = self._now + GRACE
         first = next(iter(self.kinds))
         if (message.kind, message.version) != (self.kinds[first], self._versions[first]):
             self._opened_unlike = self._is_cut = True
-            self._begin_judging(now)
+            self._begin_judging()
 
-    def _on_answer(self, rank: int, message: wire.Answer, payload: bytes, now: float) -> None:
+    def _on_answer(self, rank: int, message: wire.Answer, payload: bytes) -> None:
         if message.round != self._round:
             text = f"answered round {message.round} while the session was in round {self._round}"
-            self.fail_rank(rank, failures.record(text), now)
+            self.fail_rank(rank, failures.record(text), self._now)
             return
         self._names[rank] = message.name
         self._answers[rank] = payload
         if len(set(self._names.values())) > 1:
             self._is_cut = True
-            self._begin_judging(now)
-        self._blame_those_who_left(now)
+            self._begin_judging()
+        self._blame_those_who_left()
 
-    def _on_fail(self, rank: int, message: wire.Fail, now: float) -> None:
+    def _on_fail(self, rank: int, message: wire.Fail) -> None:
         if message.name and message.round == self._round:
             self._names[rank] = message.name
         else:  # or in one that is over
             self._outside_rounds = True
-        self._note(rank, message.error, now)
+        self._note(rank, message.error)
 
-    def _on_bye(self, rank: int, now: float) -> None:
+    def _on_bye(self, rank: int) -> None:
         del self._heard[rank]
         self._is_cut = self._is_cut or rank in self._failures  # it has not waited
         if rank == self._coordinator and not self.failing:
             for other in self._heard:
                 self._emit(other, wire.Bye(self._number), b"")
-        self._blame_those_who_left(now)
+        self._blame_those_who_left()
 
-    def _blame_those_who_left(self, now: float) -> None:
+    def _blame_those_who_left(self) -> None:
         """A rank that has closed the session is no failure, unless a round still waits for it."""
         if not self._answers or len(self._heard) == len(self._ranks):
             return
         for rank in set(self._ranks) - self._heard.keys() - self._answers.keys():
             name = next(iter(self._names.values()))
-            self.fail_rank(rank, failures.record(f"closed the session before round {name!r}"), now)
+            self.fail_rank(rank, failures.record(f"closed the session before round {name!r}"), self._now)
 
     def fail_rank(self, rank: int, error: ErrorRecord, now: float) -> None:
         """Note that ``rank`` has failed, by what is no error of its own."""
-        self._is_cut = True
-        self._note(rank, error, now)
+        self._now, self._is_cut = now, True
+        self._note(rank, error)
 
-    def _note(self, rank: int, error: ErrorRecord, now: float) -> None:
+    def _note(self, rank: int, error: ErrorRecord) -> None:
         self._failures.setdefault(rank, error)  # the first error of a rank counts
-        self._begin_judging(now)
+        self._begin_judging()
 
     def lose(self, rank: int, now: float) -> None:
         """Note that the connection to ``rank`` is lost. Nothing to a session that the rank has closed."""
         if rank in self._heard:
             self.fail_rank(rank, failures.record(failures.LOST), now)
-            self._judge_if_due(now)
+            self._judge_if_due()
 
     def differ(self, rank: int, protocol: int, now: float) -> None:
         """Note that ``rank`` runs a version that speaks another protocol, and so cannot take part."""
         if rank in self._heard:
             self._versions[rank] = f"one with version {protocol} of the control messages"
             self.fail_rank(rank, failures.record(f"runs {self._versions[rank]}"), now)
-            self._judge_if_due(now)
+            self._judge_if_due()
 
-    def _begin_judging(self, now: float) -> None:
-        self._judged_at = min(self._judged_at, now + GRACE)
+    def _begin_judging(self) -> None:
+        self._judged_at = min(self._judged_at, self._now + GRACE)
 
     def tick(self, now: float) -> float:
         """Send the beats that are due and see who is missing.
@@ -212,9 +212,9 @@ class CoordinatorSession:
             When to call again, as monotonic time.
         """
         self._notice_own_sleep(now)
-        if self._missing(now):
-            self._begin_judging(now)
-        self._judge_if_due(now)
+        if self._missing():
+            self._begin_judging()
+        self._judge_if_due()
         if self.verdict is not None or self.abandoned:
             return math.inf
         if now >= self._next_beat:
@@ -222,7 +222,7 @@ class CoordinatorSession:
             for rank in self._heard:
                 self._emit(rank, wire.Beat(self._number, self._moved), b"")
             self._moved = False
-        missing = self._missing(now)
+        missing = self._missing()
         silence = min((heard for rank, heard in self._heard.items() if rank not in missing), default=math.inf)
         later = [time for time in (self._judged_at, self._holds_until) if time > now]
         self._due = min(self._next_beat, silence + self._timeout, *later)
@@ -239,27 +239,28 @@ class CoordinatorSession:
             self._due, self._holds_until, least = now, now + GRACE, now + GRACE - self._timeout
             self._heard = {rank: max(heard, least) for rank, heard in self._heard.items()}
 
-    def _judge_if_due(self, now: float) -> None:
+    def _judge_if_due(self) -> None:
         if self.verdict is not None or not self.failing:
             return
         said = self.kinds if self._opened_unlike else self._answers
-        awaited = self._heard.keys() - self._failures.keys() - said.keys() - self._missing(now)
+        awaited = self._heard.keys() - self._failures.keys() - said.keys() - self._missing()
         # Ranks that have not come yet are waited for, as in a session that goes well: when they came to one that is
         # over, the others would be in their next, and out of step.
         to_come = awaited - self.kinds.keys() if self.waits else set()
-        if (now >= self._judged_at and not to_come) or not awaited:
-            self.judge(now)
+        if (self._now >= self._judged_at and not to_come) or not awaited:
+            self.judge(self._now)
 
-    def _missing(self, now: float) -> set[int]:
+    def _missing(self) -> set[int]:
         """The silent ranks. One that fell silent together with them may have sent its last beat an interval later."""
-        if now - min(self._heard.values(), default=now) <= self._timeout:
+        if self._now - min(self._heard.values(), default=self._now) <= self._timeout:
             return set()
         silence = self._timeout * (1 - 1 / BEATS_PER_TIMEOUT)
-        return {rank for rank, heard in self._heard.items() if now - heard > silence}
+        return {rank for rank, heard in self._heard.items() if self._now - heard > silence}
 
     def judge(self, now: float) -> None:
         """Decide on the session's failure and tell every rank."""
-        self.verdict = failures.sendable(self._disagreement() or self._failure(now))
+        self._now = now
+        self.verdict = failures.sendable(self._disagreement() or self._failure())
         for rank in self._heard:
             if rank in self.kinds:
                 self._emit(rank, wire.Verdict(self._number, self.verdict, self.resume), b"")
@@ -303,14 +304,14 @@ class CoordinatorSession:
         text = f"ranks disagree about the coordinator: {lines}; all ranks must pass the same coordinator_rank"
         return ErrorRecord("ValueError", text, shared=True)
 
-    def _failure(self, now: float) -> ErrorRecord:
+    def _failure(self) -> ErrorRecord:
         own = self._failures.get(self._coordinator)
         if own is not None and own.shared and self._coordinator in self._answers:
             return own  # raised by its combine, about what all ranks have said
         kind = next(iter(self.kinds.values()), "session")
         name = next(iter(self._names.values()), "")
         place = f" in round {name!r}" if name and not self._outside_rounds else ""
-        missing = self._missing(now) - self._failures.keys()
+        missing = self._missing() - self._failures.keys()
         if not self._failures:
             return self._timed_out(f"{kind}{place}", missing)
         silent = {rank: self._timed_out("it", {rank}) for rank in missing}
