@@ -385,6 +385,7 @@ def test_a_failure_is_logged_before_anybody_hears_of_it(tmp_path: Path, monkeypa
         handles.append(rank.save_in_background(versions(0, 1)[0], storage, 0, options()))
         started.set()
         assert "injected" in str(error_of(handles[0].result))
+        handles[0]._thread.join(LONG)  # what it raises is for the hook
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     handles, handler, logger = list[Any](), Handler(), logging.getLogger("paddle_dist_ckpt")

@@ -17,7 +17,7 @@ from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from test.background import failing
 from test.jobs import all_ok, errors_of, laid_out, load_on, load_whole, make_array, same_bits, save_on
 
-SHAPE = (1024, 512)  # 2 MiB
+SHAPE = (256, 512)  # 512 KiB
 NBYTES = 4 * SHAPE[0] * SHAPE[1]
 ROOM = 64 << 10
 BACKGROUND = pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
