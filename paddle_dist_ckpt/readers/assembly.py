@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import Any
 
-from ..core.box import Box
+from ..core.box import whole
 from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import Storage
@@ -14,7 +15,7 @@ from ..tree.paths import Containers, Part, containers_of, format_path, parse_pat
 from .budget import Budget
 from .catalog import Catalog, Piece, StoredFile, StoredTensor
 from .checks import AtPath, check_name, check_shape, first_overlap, is_text, shown, text_of
-from .orders import LyingArray, Scattered, parts_in_order
+from .orders import ArrayPart, LyingArray, Scattered, parts_in_order
 
 __all__ = ["Assembly"]
 
@@ -77,15 +78,25 @@ class Assembly:
         dtype: DType,
         shape: Sequence[int],
         name: str | None,
-        pieces: Iterable[Piece],
+        parts: Sequence[ArrayPart],
         offsets: list[tuple[int, ...]] | None = None,
     ) -> None:
-        """Add a tensor. Pieces without elements are left out, and of those of one box all but the first.
+        """Add a tensor. Parts without elements are left out, and of those of one box all but the first.
 
-        If there are too many of them (:class:`.Scattered`), the tensor is left out.
+        If it lies in too many pieces (:class:`.Scattered`), the tensor is left out.
+
+        Args:
+            where: The file that speaks of it.
+            path: Its path.
+            dtype: Its element type.
+            shape: Its global shape.
+            name: The framework's name of the variable.
+            parts: The arrays that it is made of.
+            offsets: See :class:`StoredTensor`; where the parts start, if it is None and their elements lie in another
+                order than C's.
 
         Raises:
-            CheckpointCorruptedError: pieces are not in their file or in the tensor, or overlap; there is something else
+            CheckpointCorruptedError: parts are not in their file or in the tensor, or overlap; there is something else
                 at its path.
             UnsupportedValueError: its path or its shape is one that no tensor can have.
         """
@@ -98,24 +109,32 @@ class Assembly:
         if name is not None and not is_text(name):
             raise UnsupportedValueError(f"{entry} has a variable's name that is no text")
         try:
-            parts = [piece for piece in pieces if self._check_piece(entry, shape, dtype.itemsize, piece)]
+            pieces = [
+                piece
+                for part in parts
+                for piece in parts_in_order(AtPath(self.files[part.file].name, path), part, self._budget)
+                if self._check_piece(entry, shape, dtype.itemsize, piece)
+            ]
         except Scattered as error:
             self._left_out.append((path, str(error)))
             return
-        if len(parts) > 1:
-            self._budget.spend(_STEPS_OF_BOX * len(parts) * max(0, len(shape) - _FEW_DIMENSIONS), entry)
+        if len(pieces) > 1:
+            self._budget.spend(_STEPS_OF_BOX * len(pieces) * max(0, len(shape) - _FEW_DIMENSIONS), entry)
             found: dict[str, Piece] = {}  # by boxes as texts, whose hashes nobody knows
-            for piece in parts:
+            for piece in pieces:
                 found.setdefault(str(piece.box), piece)
-            parts = sorted(found.values())
-            overlap = first_overlap([piece.box for piece in parts], lambda steps: self._budget.spend(steps, entry))
+            pieces = sorted(found.values())
+            overlap = first_overlap([piece.box for piece in pieces], lambda steps: self._budget.spend(steps, entry))
             if overlap is not None:
                 raise CheckpointCorruptedError(f"{entry} has the parts {overlap[0]} and {overlap[1]}, which overlap")
-        self._tensors.append(StoredTensor(path, dtype, self._shared(tuple(shape), entry), name, parts, offsets))
+        if offsets is None and any(part.array.axes is not None for part in parts):
+            offsets = [offset for offset, _ in groupby(sorted(part.box.offset for part in parts))]
+        self._tensors.append(StoredTensor(path, dtype, self._shared(tuple(shape), entry), name, pieces, offsets))
 
-    def pieces(self, where: object, box: Box, file: int, array: LyingArray) -> Iterator[Piece]:
-        """The pieces of a box that an array holds, in whatever order its elements lie."""
-        return parts_in_order(where, box, file, array, self._budget)
+    def add_whole(self, path: tuple[Part, ...], file: int, array: LyingArray, name: str | None = None) -> None:
+        """Add a tensor that is one array of a file. Raises what :meth:`add_tensor` raises."""
+        part = ArrayPart(whole(array.shape), file, array)
+        self.add_tensor(self.files[file].name, path, array.dtype, array.shape, name, [part])
 
     def add_value(self, where: str, path: tuple[Part, ...], value: Any) -> None:
         """Add a value.

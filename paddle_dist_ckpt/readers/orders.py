@@ -13,7 +13,7 @@ from ..errors import UnsupportedValueError
 from .budget import Budget
 from .catalog import Piece
 
-__all__ = ["LyingArray", "Scattered", "dense_axes", "fortran_axes", "parts_in_order"]
+__all__ = ["ArrayPart", "LyingArray", "Scattered", "dense_axes", "fortran_axes", "parts_in_order"]
 
 _STEPS, _STEPS_OF_ALL = 24, 44  # of making a part, and of all that is done with it
 _STEPS_OF_FEW, _STEPS_OF_MANY = 64, 1 << 11  # of an array: many parts are compared with more effort
@@ -35,6 +35,20 @@ class LyingArray(NamedTuple):
     shape: tuple[int, ...]
     position: int
     axes: tuple[int, ...] | None = None
+
+
+class ArrayPart(NamedTuple):
+    """A part of a tensor that an array of a file is.
+
+    Attributes:
+        box: Which part of the global tensor it is.
+        file: The file's number in the catalog.
+        array: The array, of the box's shape; its element type has as many bytes as the tensor's.
+    """
+
+    box: Box
+    file: int
+    array: LyingArray
 
 
 class Scattered(UnsupportedValueError):
@@ -59,19 +73,18 @@ def dense_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] 
     return tuple(axes)
 
 
-def parts_in_order(where: object, box: Box, file: int, array: LyingArray, budget: Budget) -> Iterator[Piece]:
-    """The pieces of a box that an array holds.
+def parts_in_order(where: object, part: ArrayPart, budget: Budget) -> Iterator[Piece]:
+    """The pieces that an array is, in whatever order its elements lie.
 
     Args:
         where: What messages begin with.
-        box: Which part of its tensor the array is.
-        file: The file's number.
-        array: The array, of the box's shape.
+        part: The array, and which part of its tensor it is.
         budget: What may be done to read the checkpoint.
 
     Raises:
         Scattered: there are too many.
     """
+    box, file, array = part
     if array.axes is None:
         yield Piece(box, file, array.position)
         return

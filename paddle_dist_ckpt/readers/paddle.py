@@ -9,11 +9,10 @@ A checkpoint of number i is a file `i.metadata`, a pickle of Paddle's class Meta
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..core.box import Box
@@ -23,11 +22,11 @@ from ..storage.base import Storage
 from ..tree.paths import Part
 from .assembly import Assembly
 from .budget import Budget
-from .catalog import Catalog, Piece
+from .catalog import Catalog
 from .checks import AtPath, counts_of, shown
 from .numpy_pickles import PickledArray
-from .orders import LyingArray
-from .paddle_pickles import PADDLE, flat_pieces, meant
+from .orders import ArrayPart, LyingArray
+from .paddle_pickles import PADDLE, flat_parts, meant
 from .pickled_values import ENDURED, Record, record_of
 from .pickles import walk
 from .safetensors_header import read_safetensors_header
@@ -169,7 +168,7 @@ class _Described:
         for key, shape in self._shapes.items():
             where = AtPath(self._name, (key,))
             dtype, name = None, None
-            pieces: list[Iterable[Piece]] = []
+            parts: list[ArrayPart] = []
             lacking: int | None = None
             shard_of: dict[int, _Shard] = {}
             for shard, file in self._places.get(key, ()):
@@ -188,17 +187,16 @@ class _Described:
                 used.add(number)
                 dtype = self._type_of(key, stored, dtype, assembly.files[number].name)
                 name = name or stored.name
-                pieces.append(self._pieces(assembly, key, shard, stored.array, number))
+                parts += self._parts(assembly.files[number].name, key, shard, stored.array, number)
             if lacking is not None:
-                if pieces:
+                if dtype is not None:
                     raise CheckpointCorruptedError(f"{assembly.files[lacking].name} has no {shown(key)}")
                 lost[key] = lacking
                 continue
             if dtype is None:
                 dtype = self._type_of(key, None, None, self._name)
             offsets = sorted(self._offsets[key].values())
-            path, together = self._paths.get(key, (key,)), itertools.chain.from_iterable(pieces)
-            assembly.add_tensor(self._name, path, dtype, shape, name, together, offsets)
+            assembly.add_tensor(self._name, self._paths.get(key, (key,)), dtype, shape, name, parts, offsets)
         for key in self._places.keys() - self._shapes.keys():
             raise CheckpointCorruptedError(f"{self._name} has a file for {shown(key)}, but no shape")
         for key, number in lost.items():
@@ -228,8 +226,7 @@ class _Described:
             )
         return dtype
 
-    def _pieces(self, assembly: Assembly, key: str, shard: _Shard, array: LyingArray, number: int) -> Iterable[Piece]:
-        file = assembly.files[number].name
+    def _parts(self, file: str, key: str, shard: _Shard, array: LyingArray, number: int) -> list[ArrayPart]:
         known = self._known.get((key, str((shard.offset, shard.elements))), {})
         shape = shard.shape
         if shape is None:
@@ -241,7 +238,7 @@ class _Described:
                 raise CheckpointCorruptedError(
                     f"{file}: {shown(key)} has the shape {list(array.shape)}, where {shown(list(shape))} is due"
                 )
-            return assembly.pieces(AtPath(file, (key,)), Box(shard.offset, shape), number, array)
+            return [ArrayPart(Box(shard.offset, shape), number, array)]
         start, stop = shard.elements
         if math.prod(array.shape) != stop - start or not 0 <= start <= stop <= math.prod(shape):
             raise CheckpointCorruptedError(
@@ -250,10 +247,9 @@ class _Described:
             )
         if array.axes is not None:
             raise CheckpointCorruptedError(f"{file}: {shown(key)} is a range of elements, which are in no C order")
-        box = Box(shard.offset, shape)
-        pieces = list(flat_pieces(box, start, stop, number, array.position, array.dtype.itemsize))
-        self._spend(_STEPS_OF_PIECE * len(pieces), shape)
-        return pieces
+        parts = list(flat_parts(Box(shard.offset, shape), start, stop, number, array))
+        self._spend(_STEPS_OF_PIECE * len(parts), shape)
+        return parts
 
 
 def _shard_of(record: Record) -> _Shard:
@@ -272,7 +268,7 @@ def _stored(storage: Storage, name: str, budget: Budget) -> Mapping[str, _Stored
     with WindowedFile(storage, name, budget) as file:
         if name.endswith(".safetensors"):
             entries = read_safetensors_header(file).entries
-            return {key: _Stored(LyingArray(*entry), None) for key, entry in entries.items()}
+            return {key: _Stored(entry, None) for key, entry in entries.items()}
         arrays = walk(file.window(), PADDLE)
         if type(arrays) is not dict:
             raise CheckpointCorruptedError(f"{name}: it holds no dict")

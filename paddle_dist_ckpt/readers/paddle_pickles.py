@@ -7,11 +7,11 @@ from typing import Any
 
 from ..core.box import Box, cut_flat_range
 from ..core.dtypes import DTYPES, DType
-from .catalog import Piece
 from .numpy_pickles import NUMPY
+from .orders import ArrayPart, LyingArray
 from .pickled_values import Refused, ordered_dict, recorded
 
-__all__ = ["PADDLE", "flat_pieces", "meant"]
+__all__ = ["PADDLE", "flat_parts", "meant"]
 
 # What numpy arrays of tensors have for element types that numpy has not. Paddle has no tensors of uint16.
 _STANDS_FOR = {"uint16": ("bfloat16",), "int8": ("float8_e4m3fn", "float8_e5m2")}
@@ -69,9 +69,10 @@ def meant(dtype: DType, said: str | None = None) -> DType | None:
     return DTYPES[name] if name == dtype.name or name in stands_for else None
 
 
-def flat_pieces(shard: Box, start: int, stop: int, file: int, position: int, itemsize: int) -> Iterator[Piece]:
-    """The pieces of a row-major range of a shard's elements, which lie one behind the other from a position on."""
+def flat_parts(shard: Box, start: int, stop: int, file: int, array: LyingArray) -> Iterator[ArrayPart]:
+    """The parts that a row-major range of a shard's elements is, which an array has one behind the other."""
+    position = array.position
     for box in cut_flat_range(shard.shape, start, stop):
         offset = tuple(o + p for o, p in zip(shard.offset, box.offset, strict=True))
-        yield Piece(Box(offset, box.shape), file, position)
-        position += box.size * itemsize
+        yield ArrayPart(Box(offset, box.shape), file, LyingArray(array.dtype, box.shape, position))
+        position += box.size * array.dtype.itemsize

@@ -19,12 +19,12 @@ from ..storage.base import Storage
 from ..tree.paths import Part
 from .assembly import Assembly
 from .budget import Budget
-from .catalog import Catalog, Piece
+from .catalog import Catalog
 from .checks import AtPath, counts_of, shown
 from .numpy_pickles import PickledArray
-from .orders import LyingArray
+from .orders import ArrayPart, LyingArray
 from .others import LOOK, is_safetensors, what_it_is
-from .paddle_pickles import PADDLE, flat_pieces, meant
+from .paddle_pickles import PADDLE, flat_parts, meant
 from .pickled_tree import PickledLeaf, leaves
 from .pickles import walk
 from .weight_maps import OF_INDEX, check_lost, lacking_text, weight_map_of
@@ -190,9 +190,9 @@ class PickledState:
             if name is None and meant(array.dtype) != array.dtype:
                 undecided.append((full, array))
             else:
-                _add_array(assembly, file, full, number, _as_tensor(array), name if isinstance(name, str) else None)
+                assembly.add_whole(full, number, _as_tensor(array), name if isinstance(name, str) else None)
         for full, array in undecided:
-            _add_array(assembly, file, full, number, array if is_told else _as_tensor(array), None)
+            assembly.add_whole(full, number, array if is_told else _as_tensor(array))
 
     def _add_joined(self, assembly: Assembly, prefix: tuple[Part, ...], key: Any, told: Any, name: Any) -> None:
         """A tensor of more than a GiB, which protocols 2 and 3 have in slices of its elements."""
@@ -205,25 +205,25 @@ class PickledState:
         except (TypeError, LookupError) as error:
             raise CheckpointCorruptedError(f"{where} was cut into slices, but does not say how") from error
         start, most = 0, math.prod(shape)
-        pieces: list[Piece] = []
+        parts: list[ArrayPart] = []
         dtypes: set[DType] = set()
         for part in slices:
-            array = self.tree.pop(part, None) if isinstance(part, str) else None
-            if not isinstance(array, PickledArray):
+            pickled = self.tree.pop(part, None) if isinstance(part, str) else None
+            if not isinstance(pickled, PickledArray):
                 raise CheckpointCorruptedError(f"{where} lacks its slice {shown(part)}")
-            dtype, part_shape, position, axes = self.opened((part,), array)
-            if axes is not None:
+            array = self.opened((part,), pickled)
+            if array.axes is not None:
                 raise CheckpointCorruptedError(f"{where} has a slice of several dimensions")
-            stop = start + math.prod(part_shape)
+            stop = start + math.prod(array.shape)
             if stop > most:
                 raise CheckpointCorruptedError(f"{where} has more elements than its shape {shown(list(shape))}")
-            pieces += flat_pieces(whole(shape), start, stop, number, position, dtype.itemsize)
-            dtypes.add(dtype)
+            parts += flat_parts(whole(shape), start, stop, number, array)
+            dtypes.add(array.dtype)
             start = stop
         if start != most or len(dtypes) != 1:
             raise CheckpointCorruptedError(f"{where} has {start} elements in slices, where {most} are due")
         name = name if isinstance(name, str) else None
-        assembly.add_tensor(file, (*prefix, key), dtypes.pop(), shape, name, pieces)
+        assembly.add_tensor(file, (*prefix, key), dtypes.pop(), shape, name, parts)
 
     def _table(self, key: str) -> dict[Any, Any]:
         table = self.tree.pop(key, {})
@@ -235,11 +235,3 @@ class PickledState:
 def _as_tensor(array: LyingArray) -> LyingArray:
     """An array with the element type that a tensor has of which Paddle has written it."""
     return array._replace(dtype=meant(array.dtype) or array.dtype)
-
-
-def _add_array(
-    assembly: Assembly, file: str, path: tuple[Part, ...], number: int, array: LyingArray, name: str | None
-) -> None:
-    pieces = assembly.pieces(AtPath(file, path), whole(array.shape), number, array)
-    offsets = None if array.axes is None else [(0,) * len(array.shape)]
-    assembly.add_tensor(file, path, array.dtype, array.shape, name, pieces, offsets)

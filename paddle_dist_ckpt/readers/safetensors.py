@@ -42,10 +42,11 @@ from ..tree.paths import Part
 from ..tree.values import DECODE_ERRORS
 from .assembly import Assembly
 from .budget import Budget
-from .catalog import Catalog, Piece
+from .catalog import Catalog
 from .checks import shown
+from .orders import ArrayPart, LyingArray
 from .paddle import data_of_paddle
-from .safetensors_header import HeaderEntry, SafetensorsHeader, read_safetensors_header, spend_on_json
+from .safetensors_header import SafetensorsHeader, read_safetensors_header, spend_on_json
 from .weight_maps import OF_INDEX, check_lost, lacking_text, weight_map_of
 from .window import WindowedFile
 
@@ -94,7 +95,7 @@ class _Entry(NamedTuple):
     """An entry of a file, and where in its tensor it begins if the file says so."""
 
     file: str
-    entry: HeaderEntry
+    entry: LyingArray
     offset: tuple[int, ...] | None
 
 
@@ -279,9 +280,9 @@ def _offsets(header: SafetensorsHeader, name: str) -> dict[str, tuple[int, ...]]
         records = _OFFSETS_DECODER.decode(text)
     except DECODE_ERRORS as error:
         raise CheckpointCorruptedError(f"{name}: its {_OFFSETS} cannot be read: {str(error)[:200]}") from error
-    for key, (_, shape, _) in header.entries.items():
-        offset = records[key].saved_offsets if key in records else shape
-        if len(offset) != len(shape) or any(start < 0 for start in offset):
+    for key, entry in header.entries.items():
+        offset = records[key].saved_offsets if key in records else entry.shape
+        if len(offset) != len(entry.shape) or any(start < 0 for start in offset):
             raise CheckpointCorruptedError(f"{name}: {shown(key)} begins at {shown(list(offset))} of its tensor")
     return {key: record.saved_offsets for key, record in records.items()}
 
@@ -289,12 +290,12 @@ def _offsets(header: SafetensorsHeader, name: str) -> dict[str, tuple[int, ...]]
 def _add(assembly: Assembly, path: tuple[Part, ...], entries: list[_Entry]) -> None:
     """Add the tensor of a key: one whole entry, or several of which all say where they belong."""
     first, key = entries[0], shown(path[-1])
-    dtype, shape, _ = first.entry
-    pieces = []
+    dtype, shape = first.entry.dtype, first.entry.shape
+    parts = []
     for file, entry, offset in entries:
         if entry.dtype != dtype or len(entry.shape) != len(shape):
             raise CheckpointCorruptedError(f"{file}: {key} is of another dtype or rank than in {first.file}")
         box = whole(entry.shape) if offset is None else Box(offset, entry.shape)
         shape = tuple(max(n, o + s) for n, o, s in zip(shape, *box, strict=True))
-        pieces.append(Piece(box, assembly.file(file, key), entry.position))
-    assembly.add_tensor(first.file, path, dtype, shape, None, pieces)
+        parts.append(ArrayPart(box, assembly.file(file, key), entry))
+    assembly.add_tensor(first.file, path, dtype, shape, None, parts)

@@ -8,14 +8,15 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ..core.dtypes import DTYPES, DType
+from ..core.dtypes import DTYPES
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..tree.values import DECODE_ERRORS
 from .checks import AtPath, check_shape, shown
+from .orders import LyingArray
 from .others import LOOK, check_downloaded, what_it_is
 from .window import WindowedFile
 
-__all__ = ["HeaderEntry", "SafetensorsHeader", "member_count", "read_safetensors_header", "spend_on_json"]
+__all__ = ["SafetensorsHeader", "member_count", "read_safetensors_header", "spend_on_json"]
 
 _MOST_BYTES = 100_000_000  # of a header: what the safetensors library accepts
 _FIRST_READ = 16 << 10
@@ -30,14 +31,6 @@ _STEPS_OF_BYTES = 3, 10  # three for ten bytes: of long names there are three co
 _WIDE, _WIDEST = 0xC4, 0xF0  # with which characters begin of which one makes all of its text two or four bytes each
 
 
-class HeaderEntry(NamedTuple):
-    """A tensor of a file: its element type, its shape, and where in the file its data begin."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    position: int
-
-
 class SafetensorsHeader(NamedTuple):
     """What a file has.
 
@@ -47,7 +40,7 @@ class SafetensorsHeader(NamedTuple):
         refused: The names of tensors that cannot be held, with the reason.
     """
 
-    entries: dict[str, HeaderEntry]
+    entries: dict[str, LyingArray]
     metadata: dict[str, str]
     refused: dict[str, str]
 
@@ -136,7 +129,7 @@ def _text(file: WindowedFile) -> bytes | bytearray:
 
 def _entries(
     infos: dict[str, _TensorInfo], name: str, data_start: int, size: int
-) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+) -> tuple[dict[str, LyingArray], dict[str, str]]:
     """The entries, and what cannot be held, checked: their data fill what is behind the header, each once."""
     entries, refused, end = {}, {}, 0
     for key, info in sorted(infos.items(), key=lambda item: item[1].data_offsets):
@@ -158,7 +151,7 @@ def _entries(
         if dtype is None:
             refused[key] = reason
         else:
-            entries[key] = HeaderEntry(dtype, info.shape, data_start + begin)
+            entries[key] = LyingArray(dtype, info.shape, data_start + begin)
         end = stop
     if data_start + end != size:
         raise CheckpointCorruptedError(f"{name} has {size} bytes; its header speaks of {data_start + end}")

@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ..core.box import Box
@@ -23,10 +23,10 @@ from ..storage.base import Storage
 from ..tree.paths import format_path
 from .assembly import Assembly
 from .budget import Budget
-from .catalog import Catalog, Piece
+from .catalog import Catalog
 from .checks import counts_of, shown, text_of
 from .numpy_pickles import PickledArray
-from .orders import LyingArray
+from .orders import ArrayPart, LyingArray
 from .pdparams import PickledState
 from .pickled_values import ENDURED
 from .window import WindowedFile
@@ -234,16 +234,11 @@ class _Variables:
             raise CheckpointCorruptedError(f"{where}: {shown(name)} lacks what rank {lost} had of it")
         entry = f"{where}: {shown(name)}"
         starts = self._starts(entry, cut, held)
-        pieces: list[Iterator[Piece]] = []
+        arrays = []
         for rank, local in held.items():
             offset = tuple(starts[d][number] for d, number in enumerate(cut.part(rank)))
-            pieces.append(self._assembly.pieces(entry, Box(offset, local.array.shape), local.file, local.array))
-        shape = [ends[-1] for ends in starts]
-        together = itertools.chain.from_iterable(pieces)
-        begins = None
-        if any(local.array.axes for local in held.values()):
-            begins = list(itertools.product(*(ends[:-1] for ends in starts)))
-        self._assembly.add_tensor(where, (name,), first.array.dtype, shape, name, together, begins)
+            arrays.append(ArrayPart(Box(offset, local.array.shape), local.file, local.array))
+        self._assembly.add_tensor(where, (name,), first.array.dtype, [ends[-1] for ends in starts], name, arrays)
 
     @staticmethod
     def _starts(where: str, cut: _Cut, held: Mapping[int, _Local]) -> list[list[int]]:

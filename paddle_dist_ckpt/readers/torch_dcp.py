@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
-from ..core.box import Box, whole
+from ..core.box import Box
 from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
 from ..tree.paths import ListIndex, Part
 from .assembly import Assembly
 from .budget import Budget
-from .catalog import Catalog, Piece, StoredChecksum
-from .checks import check_name, check_shape, counts_of, shown, text_of
+from .catalog import Catalog, StoredChecksum
+from .checks import check_name, check_shape, counts_of, shown
+from .orders import ArrayPart
 from .others import LOOK, is_safetensors
 from .pickled_tree import PickledLeaf
 from .pickled_values import ENDURED, Record, record_of
@@ -232,10 +233,9 @@ class _DCPContents:
     def __init__(self, storage: Storage, names: set[str], description: _DCPDescription, budget: Budget) -> None:
         self._description = description
         self._assembly = Assembly(storage, names, budget)
-        self._pieces: dict[str, list[Iterator[Piece]]] = {key: [] for key in description.tensors}
+        self._parts: dict[str, list[ArrayPart]] = {key: [] for key in description.tensors}
         self._checksums: dict[StoredChecksum, None] = {}
         self._saved = SavedReader(budget)
-        self._turned: set[str] = set()  # keys of tensors whose elements lie in another order than C's somewhere
         self._refused = dict(description.refused)  # keys of which something cannot be read, with the reason
 
     def add(self, file: AheadFile, item: _Item) -> None:
@@ -252,10 +252,7 @@ class _DCPContents:
             return
         for path, content, _ in leaves:
             if type(content) is PlacedTensor:
-                dtype, shape, *_ = content.array
-                pieces = self._pieces_of(file, text_of(path), whole(shape), content)
-                offsets = None if content.array.axes is None else [(0,) * len(shape)]
-                self._assembly.add_tensor(file.name, path, dtype, shape, None, pieces, offsets)
+                self._assembly.add_whole(path, self._file_of(file, content), content.array)
             else:
                 self._assembly.add_value(file.name, path, content)
 
@@ -266,27 +263,24 @@ class _DCPContents:
             raise CheckpointCorruptedError(
                 f"{file.name}: {shown(key)} is not what {_METADATA} says: {due.name}{list(box.shape)}"
             )
-        self._pieces[key].append(self._pieces_of(file, shown(key), box, content))
-        if content.array.axes is not None:
-            self._turned.add(key)
+        self._parts[key].append(ArrayPart(box, self._file_of(file, content), content.array))
 
-    def _pieces_of(self, file: AheadFile, key: str, box: Box, tensor: PlacedTensor) -> Iterator[Piece]:
+    def _file_of(self, file: AheadFile, tensor: PlacedTensor) -> int:
+        """The number of the file that a tensor is in, whose checksum is noted."""
         number = self._assembly.file(file.name, _METADATA)
         position, nbytes, crc32 = tensor.member
         if nbytes and crc32 is not None:
             self._checksums[StoredChecksum(number, position, nbytes, crc32)] = None
-        return self._assembly.pieces(f"{file.name}: {key}", box, number, tensor.array)
+        return number
 
     def catalog(self, kind: str) -> Catalog:
         """The catalog of all items."""
         for key, reason in self._refused.items():
             self._assembly.leave_out(_METADATA, self._description.paths[key], reason)
-        for key, (dtype, shape, chunks) in self._description.tensors.items():
-            path = self._description.paths[key]
+        for key, (dtype, shape, _) in self._description.tensors.items():
             if key not in self._refused:
-                pieces = chain.from_iterable(self._pieces[key])
-                offsets = sorted(box.offset for box in chunks) if key in self._turned else None
-                self._assembly.add_tensor(_METADATA, path, dtype, shape, None, pieces, offsets)
+                path = self._description.paths[key]
+                self._assembly.add_tensor(_METADATA, path, dtype, shape, None, self._parts[key])
         ranks = [int(match[1]) for item in self._description.items if (match := _DATA.fullmatch(item.file))]
         catalog = self._assembly.catalog(kind, 0, max(ranks, default=0) + 1, self._description.version)
         return replace(catalog, checksums=list(self._checksums))

@@ -15,6 +15,7 @@ from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueEr
 from paddle_dist_ckpt.readers.assembly import Assembly
 from paddle_dist_ckpt.readers.budget import Budget
 from paddle_dist_ckpt.readers.catalog import Catalog, Piece, StoredChecksum, StoredFile, StoredTensor
+from paddle_dist_ckpt.readers.orders import ArrayPart, LyingArray
 from paddle_dist_ckpt.readers.window import WindowedFile
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing.catalogs import read_catalog
@@ -53,23 +54,28 @@ def test_a_file_that_changes_while_it_is_read_is_damaged(tmp_path: Path) -> None
             file.read(1999, 2)
 
 
+def lying(box: Box, position: int) -> ArrayPart:
+    """A part that lies in the first file."""
+    return ArrayPart(box, 0, LyingArray(DTYPES["float32"], box.shape, position))
+
+
 @pytest.mark.parametrize(
-    ("path", "shape", "piece", "text"),
+    ("path", "shape", "part", "text"),
     [
         (("w",), (2, -1), None, r"a: 'w' has the shape \[2, -1\]"),
         (("w", 1 << 63), (2,), None, "has a key beyond 64 bits"),
-        (("w",), (2, 3), Piece(Box((0,), (6,)), 0, 0), "a: 'w' has 2 dimensions, and a part of 1"),
-        (("w",), (2,), Piece(Box((1,), (2,)), 0, 0), "outside of its shape"),
-        (("w",), (2,), Piece(Box((0,), (2,)), 0, 93), "a: 'w' has 8 bytes at 93 of a, which has 100"),
-        (("w",), (2,), Piece(Box((0,), (2,)), 0, -1), "a: 'w' has 8 bytes at -1 of a, which has 100"),
+        (("w",), (2, 3), lying(Box((0,), (6,)), 0), "a: 'w' has 2 dimensions, and a part of 1"),
+        (("w",), (2,), lying(Box((1,), (2,)), 0), "outside of its shape"),
+        (("w",), (2,), lying(Box((0,), (2,)), 93), "a: 'w' has 8 bytes at 93 of a, which has 100"),
+        (("w",), (2,), lying(Box((0,), (2,)), -1), "a: 'w' has 8 bytes at -1 of a, which has 100"),
     ],
 )
 def test_tensors_that_cannot_lie_where_a_format_says_are_refused(
-    tmp_path: Path, path: tuple[Any, ...], shape: tuple[int, ...], piece: Piece | None, text: str
+    tmp_path: Path, path: tuple[Any, ...], shape: tuple[int, ...], part: ArrayPart | None, text: str
 ) -> None:
     (tmp_path / "a").write_bytes(bytes(100))
     assembly = Assembly(LocalStorage(tmp_path), ["a"], Budget())
     assert assembly.file("a", "it") == 0
     with pytest.raises((CheckpointCorruptedError, UnsupportedValueError), match=text):
-        assembly.add_tensor("a", path, DTYPES["float32"], shape, None, [] if piece is None else [piece])
-    assembly.add_tensor("a", ("fits",), DTYPES["float32"], (2,), None, [Piece(Box((0,), (2,)), 0, 92)])
+        assembly.add_tensor("a", path, DTYPES["float32"], shape, None, [] if part is None else [part])
+    assembly.add_tensor("a", ("fits",), DTYPES["float32"], (2,), None, [lying(Box((0,), (2,)), 92)])

@@ -13,12 +13,13 @@ import numpy.typing as npt
 import pytest
 
 from paddle_dist_ckpt import LoadOptions, export, read_metadata, stored, verify
-from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.readers.budget import Budget
 from paddle_dist_ckpt.readers.catalog import Catalog
 from paddle_dist_ckpt.readers.orders import (
+    ArrayPart,
     LyingArray,
     Scattered,
     dense_axes,
@@ -57,7 +58,7 @@ def put_together(array: Array, lying: LyingArray) -> Array:
     memory[:] = array.transpose(np.argsort([-step for step in array.strides], kind="stable")).reshape(-1)
     found = np.full([n + 1 for n in array.shape], np.nan, np.float32)  # the box begins at 1
     box = Box((1,) * array.ndim, array.shape)
-    for part, file, position in parts_in_order("w", box, 7, lying, Budget()):
+    for part, file, position in parts_in_order("w", ArrayPart(box, 7, lying), Budget()):
         at = (position - 100) // 4
         found[part.slices] = memory[at : at + part.size].reshape(part.shape)
         assert file == 7
@@ -76,7 +77,7 @@ def test_every_order_of_dimensions_is_put_together(shape: tuple[int, ...]) -> No
 def test_parts_are_as_large_as_they_can_be() -> None:
     def boxes(shape: tuple[int, ...], axes: tuple[int, ...] | None) -> list[tuple[int, ...]]:
         array = LyingArray(FLOAT, shape, 0, axes)
-        parts = parts_in_order("w", Box((0,) * len(shape), shape), 0, array, Budget())
+        parts = parts_in_order("w", ArrayPart(Box((0,) * len(shape), shape), 0, array), Budget())
         return [part.box.shape for part in parts]
 
     assert boxes((2, 3, 4), None) == boxes((2, 3, 4), (0, 1, 2)) == [(2, 3, 4)]
@@ -97,10 +98,10 @@ def test_gaps_and_places_that_are_shared_are_no_order() -> None:
 def test_parts_for_which_there_is_no_room_are_not_made() -> None:
     narrow = LyingArray(FLOAT, (2, 10**7), 0, (1, 0))
     with pytest.raises(Scattered, match=r"^w has its elements in another order.* 10000000 parts of 8 bytes"):
-        next(parts_in_order("w", Box((0, 0), (2, 10**7)), 0, narrow, Budget()))
+        next(parts_in_order("w", ArrayPart(whole((2, 10**7)), 0, narrow), Budget()))
     wide = LyingArray(FLOAT, (10**7, 10**7), 0, (1, 0))  # of a file that would be larger than it is
     with pytest.raises(Scattered, match="10000000 parts"):
-        next(parts_in_order("w", Box((0, 0), (10**7, 10**7)), 0, wide, Budget()))
+        next(parts_in_order("w", ArrayPart(whole((10**7, 10**7)), 0, wide), Budget()))
 
 
 def test_arrays_that_share_their_elements_are_read_while_there_is_room(tmp_path: Path) -> None:
