@@ -23,6 +23,7 @@ __all__ = ["AheadFile", "TorchZip", "ZipMember"]
 _AHEAD = 8 << 10  # more than what a zip of one tensor has before and behind the tensor's data
 _HEAD = 1 << 10
 _CHUNK = 1 << 20
+_VERIFIED_BY_STEP = 64  # bytes
 # What is asked for of each record; x are bytes that do not matter.
 _END = struct.Struct("<4s6xH2LH")  # signature, entries, size and place of the directory, length of a comment
 _LOCATOR = struct.Struct("<4s4xQL")  # signature, place of the end of 64 bits, number of disks
@@ -138,11 +139,11 @@ class TorchZip:
         """Compare a member with its CRC-32.
 
         Raises:
-            CheckpointCorruptedError: they differ.
+            CheckpointCorruptedError: they differ, or there is too much of it for what is on the disk.
         """
         if member.crc32 is None:
             return
-        self.file.check_no_hole(member.position, member.nbytes)
+        self.file.budget.spend(member.nbytes // _VERIFIED_BY_STEP, self.where)
         crc32 = 0
         for position in range(member.position, member.position + member.nbytes, _CHUNK):
             left = member.position + member.nbytes - position

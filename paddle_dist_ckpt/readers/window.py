@@ -85,22 +85,14 @@ class WindowedFile:
         Raises:
             CheckpointCorruptedError: also if there is less of it on the disk.
         """
-        self.check_no_hole(position, nbytes)
-        data = bytearray(nbytes)
-        self._fill(np.frombuffer(data, np.uint8), position)
-        return data
-
-    def check_no_hole(self, position: int, nbytes: int) -> None:
-        """See that so many bytes may lie at a position.
-
-        Raises:
-            CheckpointCorruptedError: the file ends before, or has less on the disk.
-        """
         self._check(position, nbytes)
         if nbytes > max(self.on_disk, _MOST_OF_HOLES):
             raise CheckpointCorruptedError(
                 f"{self.name}: {nbytes} bytes at byte {position} are a hole: the file has {self.on_disk} on the disk"
             )
+        data = bytearray(nbytes)
+        self._fill(np.frombuffer(data, np.uint8), position)
+        return data
 
     def _fill(self, buffer: Bytes1D, position: int) -> None:
         try:
