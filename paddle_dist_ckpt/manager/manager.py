@@ -11,7 +11,6 @@ nobody; :mod:`.control.appointment` explains how it can know.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 import threading
@@ -20,15 +19,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from ..arguments import as_integer
+from ..control.ranks import Ranks
 from ..control.session import Ending
-from ..core.protocols import ControlSession
-from ..errors import CheckpointError, CheckpointNotFoundError, DurabilityUnknownError
-from ..folder.nothing import steps_text
+from ..errors import CheckpointError, DurabilityUnknownError
 from ..options import LoadOptions, SaveOptions
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
-from ..saving.save import After
 from ..storage import LocalStorage, local_path
 from ..wiring import (
     Find,
@@ -150,7 +146,6 @@ class CheckpointManager:
         )
         self._pending: tuple[int, AsyncSave] | None = None  # the step that is saved in the background, or was
         self._closed = False
-        self._is_behind = True  # no save was committed since it was made, or since one has failed
         self._end_of_sigterm = on_sigterm(self._schedule.request) if save_on_sigterm else None
 
     # -- when
@@ -216,12 +211,12 @@ class CheckpointManager:
             return None
         if self.stopping:
             self._pass_over_failures()
-        after = After(functools.partial(self._retain, step), self._was_behind, self._steps.remove_abandoned)
         try:
             find, options = self._what_to_save(step, state, metrics)
-            saved = save_with(self._ranks, find, self._steps.known.folder(step), step, self._async_save, options, after)
+            folder, after = self._steps.known.folder(step), self._steps.after_save(step)
+            saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)
         except DurabilityUnknownError:  # it is there, and counts
-            self._is_behind = False
+            self._steps.is_behind = False
             self._has_saved(step)
             raise
         except BaseException:  # an interrupt, too: it is an error to the other ranks
@@ -242,14 +237,6 @@ class CheckpointManager:
             refuse(self._ranks, self._options, error, save_kind(self._async_save))
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
         return paddles(self._ranks, state, check=self._steps.check_same, of_any_mode=True), options
-
-    def _was_behind(self) -> bool:
-        """Whether a save begins that no committed one came before. Until it is committed, the next one is behind.
-
-        Asked when no other save of the group goes on, and so when it is known how the last one ended.
-        """
-        was_behind, self._is_behind = self._is_behind, True
-        return was_behind
 
     def _has_saved(self, step: int) -> None:
         self._steps.meet(step)
@@ -272,10 +259,6 @@ class CheckpointManager:
         """
         self._preparation.expect(state)
         self._preparation.begin()
-
-    def _retain(self, step: int, session: ControlSession) -> None:
-        self._is_behind = False
-        self._steps.retain(step, session)
 
     # -- what there is
 
@@ -346,59 +329,16 @@ class CheckpointManager:
             load_with(self._ranks, find, path, None, options)
             restored = None
         else:
-            restored = self._restore_step(find, check, step, options)
+
+            def load(ranks: Ranks, chosen: int) -> None:
+                load_with(ranks, find, self._steps.known.folder(chosen), chosen, options)
+
+            restored = self._steps.restore(self._ranks, step, options.timeout, check, load)
         if restored is not None:  # otherwise it is a new job, whose first save is to come as well
             self._schedule.restart(restored)
             self._steps.meet(restored)
         self._preparation.expect(state)
         return restored
-
-    def _restore_step(
-        self, find: Find, check: Callable[[], None], step: int | None, options: LoadOptions
-    ) -> int | None:
-        """Load a step, or the latest one; returns which that was, None if there is none and none was asked for.
-
-        ``check`` raises what is wrong with this rank's arguments.
-        """
-        number = as_integer(step)  # Python's, as the other ranks are told of it
-
-        def choose(steps: Steps) -> int | None:
-            self._steps.reading = steps.latest() if step is None else number
-            return self._steps.reading
-
-        def seen() -> int | None:
-            check()
-            return self._steps.latest_seen() if step is None else None
-
-        what = "restore" if step is None else f"restore step {step if number is None else number!r:.50}"
-        gone: CheckpointNotFoundError | None = None
-        chosen: int | None = None
-        try:
-            while True:
-                before, chosen = chosen, None
-                try:
-                    # One session, for of a rank that is interrupted between two the others would not hear.
-                    with self._ranks.session(what, options.timeout) as made, made as session:
-                        chosen = self._steps.ask(session, what, choose, seen)
-                        if chosen not in (None, before):
-                            if gone is not None:
-                                _logger.warning("step %d is gone, so step %d is restored", before, chosen)
-                            ranks = dataclasses.replace(self._ranks, within=session)
-                            load_with(ranks, find, self._steps.known.folder(chosen), chosen, options)
-                            return chosen
-                except CheckpointNotFoundError as error:  # perhaps removed just now; nothing is touched
-                    if chosen is None:
-                        raise
-                    if step is not None:
-                        there = steps_text(self.all_steps())
-                        raise CheckpointNotFoundError(f"{error}; {self._steps.known.root} has {there}") from None
-                    gone = error
-                else:
-                    if gone is not None:
-                        raise gone
-                    return None
-        finally:
-            self._steps.reading = None
 
     # -- the end
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -11,11 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..arguments import as_integer
+from ..control.ranks import Ranks
 from ..core.protocols import ControlSession
 from ..core.threads import after_fork
-from ..errors import CheckpointError, CheckpointTimeoutError
+from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError
 from ..folder.delete import Deletion
+from ..folder.nothing import steps_text
 from ..options import SaveOptions
+from ..saving.save import After
 from ..storage import Folders, bounded_folders
 from .held_log import held_back
 from .removal import Going, Removals, remove_together
@@ -41,13 +46,13 @@ class SharedSteps:
 
     Attributes:
         known: What this rank knows of them.
-        reading: On the coordinator, the step that is being restored, which is not removed meanwhile.
+        is_behind: Whether no save was committed since this was made, or since one has failed.
     """
 
     def __init__(self, root: Path, retention: Retention, options: SaveOptions, rank: int) -> None:
         self._retention, self._options = retention, options
-        self.reading: int | None = None
-        self.known = Steps(root)
+        self._reading: int | None = None  # on the coordinator, the step that is being restored
+        self.known, self.is_behind = Steps(root), True
         self._removals = Removals(self.known)
         self._folders = functools.partial(bounded_folders, options.progress_timeout, rank)
         self._told: set[str] = set()  # what was warned of, which is said once
@@ -117,7 +122,75 @@ class SharedSteps:
 
         return json.loads(session.gather_scatter(what, tell, answer))
 
-    def remove_abandoned(self, session: ControlSession) -> None:
+    def restore(
+        self,
+        ranks: Ranks,
+        step: int | None,
+        timeout: float,
+        check: Callable[[], None],
+        load: Callable[[Ranks, int], None],
+    ) -> int | None:
+        """Load a step, or the latest one; returns which that was, None if there is none and none was asked for.
+
+        ``check`` raises what is wrong with this rank's arguments; ``load`` loads a step with ranks, who are in a
+        session.
+
+        Raises:
+            CheckpointNotFoundError: the step is not there.
+        """
+        number = as_integer(step)  # Python's, as the other ranks are told of it
+
+        def choose(steps: Steps) -> int | None:
+            self._reading = steps.latest() if step is None else number
+            return self._reading
+
+        def seen() -> int | None:
+            check()
+            return self.latest_seen() if step is None else None
+
+        what = "restore" if step is None else f"restore step {step if number is None else number!r:.50}"
+        gone: CheckpointNotFoundError | None = None
+        chosen: int | None = None
+        try:
+            while True:
+                before, chosen = chosen, None
+                try:
+                    # One session, for of a rank that is interrupted between two the others would not hear.
+                    with ranks.session(what, timeout) as made, made as session:
+                        chosen = self.ask(session, what, choose, seen)
+                        if chosen not in (None, before):
+                            if gone is not None:
+                                _logger.warning("step %d is gone, so step %d is restored", before, chosen)
+                            load(dataclasses.replace(ranks, within=session), chosen)
+                            return chosen
+                except CheckpointNotFoundError as error:  # perhaps removed just now; nothing is touched
+                    if chosen is None:
+                        raise
+                    if step is not None:
+                        with ranks.session("all_steps", timeout) as made, made as session:
+                            there = steps_text(self.ask(session, "all_steps", lambda steps: sorted(steps.metrics)))
+                        raise CheckpointNotFoundError(f"{error}; {self.known.root} has {there}") from None
+                    gone = error
+                else:
+                    if gone is not None:
+                        raise gone
+                    return None
+        finally:
+            self._reading = None
+
+    def after_save(self, step: int) -> After:
+        """What follows the commit of a step, and what makes up for that before a save that none came before."""
+        return After(functools.partial(self._retain, step), self._was_behind, self._remove_abandoned)
+
+    def _was_behind(self) -> bool:
+        """Whether a save begins that no committed one came before. Until it is committed, the next one is behind.
+
+        Asked when no other save of the group goes on, and so when it is known how the last one ended.
+        """
+        was_behind, self.is_behind = self.is_behind, True
+        return was_behind
+
+    def _remove_abandoned(self, session: ControlSession) -> None:
         """Remove steps that a run before has not finished: a first save may need their room, or one after a failure."""
 
         def choose(opened: Folders) -> Going:
@@ -132,13 +205,14 @@ class SharedSteps:
 
         self._remove(session, choose)
 
-    def retain(self, step: int, session: ControlSession) -> None:
+    def _retain(self, step: int, session: ControlSession) -> None:
         """After the commit of a step: remove the steps that are not to be kept, on every host."""
+        self.is_behind = False
 
         def choose(opened: Folders) -> Going:
             self.known.look(opened)
             self._retention.warn(self.known.root, self.known.metrics, step, self._told)
-            doomed = self._retention.doomed(self.known.metrics, step, [self.reading])
+            doomed = self._retention.doomed(self.known.metrics, step, [self._reading])
             return self._removals.going(opened, doomed, anew=False)
 
         self._remove(session, choose)
