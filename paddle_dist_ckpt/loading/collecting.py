@@ -225,15 +225,18 @@ def _others(leaves: Leaves, tensors: LocalTensors, skipped: Set[str], adapter: A
 
 def _frozen(leaves: Leaves, adapter: Adapter, options: LoadOptions, said: Set[str]) -> list[tuple[str, str]]:
     """The optimizers of which the options say nothing, nor of what is in them, as that of ``said``; each with the path
-    of a parameter that is not trained now, and for which it has no entries."""
+    of a parameter that is not trained now, and for which it has no entries; with all paths of one that is tied, for its
+    entries may be stored after any of these."""
     optimizers = [one for one in leaves.objects if one.kind is ObjectKind.OPTIMIZER]
     frozen = {one.path: tokens for one in optimizers if (tokens := adapter.frozen(one.value))}
     if not frozen:
         return []
     above = containers_of(said)
     alone = (path for path in frozen if path not in above and key_map.leaves_alone(options.key_map, plain_key(path)))
-    paths = {adapter.token(one): path for path, one in zip(leaves.tensor_paths, leaves.tensors, strict=True)}
-    return [(path, paths[token]) for path in alone for token in frozen[path] if token in paths]
+    paths: dict[int, list[str]] = {}
+    for path, one in zip(leaves.tensor_paths, leaves.tensors, strict=True):
+        paths.setdefault(adapter.token(one), []).append(path)
+    return [(path, one) for path in alone for token in frozen[path] for one in paths.get(token, ())]
 
 
 def _record(key: str, geometry: Geometry, corner: tuple[int, ...] | None) -> WantedRecord:

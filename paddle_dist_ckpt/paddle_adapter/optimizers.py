@@ -59,9 +59,11 @@ def make_accumulators(optimizer: Any, thawed: Collection[int] = ()) -> None:
 
     Parameters, learning rate and what exists already are left as they are. Accumulators of distributed parameters are
     distributed likewise. Ranks that share parameters must call it together. Optimizers that have no such accumulators
-    are left alone.
+    are left alone. Of a LookAhead the optimizer in it gets its own, too.
     """
     optimizer = unwrapped(optimizer)
+    if is_look_ahead(inner_optimizer(optimizer)):
+        make_accumulators(inner_optimizer(optimizer).inner_optimizer, thawed)
     create, groups = getattr(optimizer, "_create_accumulators", None), getattr(optimizer, "_param_groups", None)
     if create is None or not groups or not paddle.in_dynamic_mode():
         return
@@ -128,9 +130,13 @@ def _is_due(optimizer: Any, parameter: Any, thawed: Collection[int]) -> bool:
 def frozen_of(optimizer: Any) -> list[Any]:
     """The parameters of an optimizer that are frozen, and for which it has no accumulators, or not yet."""
     owner = inner_optimizer(optimizer)
-    if not hasattr(owner, "_accumulators") or is_look_ahead(owner):
+    if not hasattr(owner, "_accumulators"):
         return []
-    return [one for one in parameters_of(optimizer) if one.stop_gradient and _is_due(owner, one, [id(one)])]
+    frozen = [one for one in parameters_of(optimizer) if one.stop_gradient and _is_due(owner, one, [id(one)])]
+    if not is_look_ahead(owner):
+        return frozen
+    known = set(map(id, frozen))
+    return frozen + [one for one in frozen_of(owner.inner_optimizer) if id(one) not in known]
 
 
 def _names(optimizer: Any, parameter: Any) -> tuple[str, ...]:

@@ -17,7 +17,9 @@ from paddle_dist_ckpt import (
     LoadOptions,
     StateDictMismatchError,
     gather_state_dict,
+    load,
     load_state_dict,
+    save,
     save_state_dict,
     scatter_state_dict,
     stored,
@@ -196,6 +198,38 @@ def test_what_is_kept_for_parameters_that_are_frozen_now_is_loaded_if_it_is_stor
     report = load_state_dict(again, tmp_path, options=LoadOptions(strict=strict))
     assert report.unused_keys == report.skipped == ()
     assert all(parameter.stop_gradient for parameter in again["model"][0].parameters())
+    for parameter in again["model"][0].parameters():
+        parameter.stop_gradient = False
+    assert _steps(again, 2) == expected
+
+
+@pytest.mark.parametrize("how", ["state", "one call"])
+@pytest.mark.parametrize("shape", ["tied", "LookAhead"])
+def test_what_is_kept_for_frozen_parameters_is_loaded_whatever_they_are_called_or_steps_them(
+    tmp_path: Path, shape: str, how: str
+) -> None:
+    """Parameters that a model has under several keys, and those of the optimizer in a LookAhead."""
+
+    def make(frozen: bool) -> dict[str, Any]:
+        job = _frozen_job(frozen)
+        if shape == "tied":
+            job["model"].add_sublayer("again", job["model"][0])
+        else:
+            job["opt"] = paddle.incubate.LookAhead(job["opt"], k=2)
+        return job
+
+    first = make(False)
+    _steps(first, 3)
+    if how == "state":
+        save_state_dict(first, tmp_path)
+    else:
+        save(tmp_path, first["model"], first["opt"])
+    expected = _steps(first, 2)
+    again = make(True)
+    if how == "state":
+        assert load_state_dict(again, tmp_path).unused_keys == ()
+    else:
+        load(tmp_path, again["model"], again["opt"])
     for parameter in again["model"][0].parameters():
         parameter.stop_gradient = False
     assert _steps(again, 2) == expected
