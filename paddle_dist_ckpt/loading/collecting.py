@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -10,13 +11,15 @@ import numpy as np
 from ..core.local_tensors import LocalTensors
 from ..core.parts import Arranger
 from ..core.tensors import Geometry
+from ..errors import StateDictMismatchError
 from ..options import LoadOptions
 from ..recipes import distinct_text
 from ..tree.building import owner_of
 from ..tree.names import scheduler_of
 from ..tree.objects import ObjectKind, OpenedObject
-from ..tree.paths import containers_of, flat_keys, plain_key
+from ..tree.paths import containers_of, flat_keys, plain_key, unstorable
 from ..tree.state_dict import Adapter, Leaves, PerRank
+from ..visible import each_visible
 from . import key_map
 from .messages import Mismatch, WantedPaths, WantedRecord
 from .recipes import Matching, match_recipes
@@ -34,8 +37,14 @@ def collect(
 
     Returns:
         What is wanted, and what the coordinator is told of it; with the parameters that are not trained if ``thaws``.
+
+    Raises:
+        StateDictMismatchError: there are keys under which nothing can be stored, and which cannot be sent either.
     """
     objects = {opened.path: opened for opened in leaves.objects}
+    everywhere = itertools.chain(leaves.tensor_paths, leaves.value_paths, leaves.kept, objects)
+    if wrong := list(dict.fromkeys(unstorable(everywhere))):
+        raise StateDictMismatchError("\n".join(["no checkpoint has such keys:", *each_visible(wrong)]), wrong)
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}  # they take any values
     as_named = options.key_map is None and not options.recipes  # and others than this rank may have statements
     as_stored = as_named and arranger is None

@@ -47,8 +47,9 @@ class FlatKeys:
         """The same for values and objects, of which nothing is stored at these paths and below: also what has such a
         key and others below it, and the places in a list that is stored as one value."""
         found, taken = self.found([*wanted], asked), {*asked, *containers_of(asked)}
+        counts = Counter(map(_key, asked))
         for path in wanted:
-            if path in found:
+            if path in found or counts[_key(path)] > 1:
                 continue
             at, rest = self._containers.get(nested_key(path)), ""
             if at is None and (list_at := _IN_LIST.search(path)):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,7 +26,7 @@ from ..core.tensors import Geometry, Identity, LocalShard, TensorView
 from ..errors import UnsupportedValueError
 from ..files.metadata import INLINE_BYTES, INLINE_TOTAL_BYTES
 from ..tree.own_values import OfRanks
-from ..tree.paths import RankIndex, join, parent_of, plain_key
+from ..tree.paths import RankIndex, join, parent_of, plain_key, unstorable
 from ..tree.state_dict import Adapter, Leaves, PerRank, flatten
 from ..tree.values import encode_value
 from ..visible import each_visible
@@ -40,7 +38,6 @@ _OWN_STEP = 256  # ranks' own values are padded with blanks to multiples of it,
 _MOST_BLANKS = 4096  # and further, to the size that they had before
 _HASH_CHUNK = 4 << 20
 _TOGETHER = 4 << 20  # bytes that are read from a device before any of them are hashed
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _EMPTY_CONTAINERS = (b"[]", b'{"dict":[]}', b'{"tuple":[]}')
 
 
@@ -232,11 +229,7 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Seq
         TypeError: it is not a dict.
     """
     leaves = flatten(state_dict, adapter)
-    problems = [
-        f"{plain_key(path)!r}: a key with a lone surrogate cannot be stored"
-        for path in itertools.filterfalse(str.isascii, [*leaves.tensor_paths, *leaves.value_paths])
-        if _LONE_SURROGATE.search(path)
-    ]
+    problems = unstorable([*leaves.tensor_paths, *leaves.value_paths])
     like = [one for one in known if one.tensors.paths == leaves.tensor_paths]
     same = next((one for one in like if one.identity.matches(leaves.tensors)), None)
     latest = next(iter([same] if same is not None else [*like, *known]), None)

@@ -42,8 +42,11 @@ __all__ = [
     "plain_keys",
     "rank_of",
     "special_keys",
+    "unstorable",
     "without_escapes",
 ]
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class ListIndex(NamedTuple):
@@ -287,6 +290,15 @@ def plain_key(path: str) -> str:
     if "~" not in path:
         return path[1:].replace("/", ".")
     return ".".join(part if isinstance(part, str) else str(_number(part)) for part in parse_path(path))
+
+
+def unstorable(paths: Iterable[str]) -> list[str]:
+    """Why nothing can be stored at some of these paths, a line each."""
+    return [
+        f"{plain_key(path)!r}: a key with a lone surrogate cannot be stored"
+        for path in itertools.filterfalse(str.isascii, paths)
+        if _LONE_SURROGATE.search(path)
+    ]
 
 
 def plain_keys(paths: Sequence[str]) -> list[str]:

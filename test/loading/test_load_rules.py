@@ -240,6 +240,22 @@ def test_what_is_nested_otherwise_is_given_to_one_only_and_in_the_same_kind_of_l
     assert "an object, in the checkpoint it is missing" in problem
 
 
+@pytest.mark.parametrize("wanted", [{"a.l.m": None, "a": {"l.m": None}}, {"a.l.m": Counter(), "a.l": {"m": None}}])
+def test_a_container_that_is_nested_otherwise_is_not_given_to_two(tmp_path: Path, wanted: dict[str, Any]) -> None:
+    save_alone({"a": {"l": {"m": {"n": 1, "o": 2}}}}, tmp_path)
+    with pytest.raises(StateDictMismatchError, match="in the checkpoint it is missing"):
+        load_alone(wanted, tmp_path)
+
+
+def test_a_key_under_which_nothing_can_be_stored(tmp_path: Path) -> None:
+    save_alone({"a": 1}, tmp_path)
+    for wanted in ({"\ud800": np.zeros(2)}, {"\ud800": None}, {"a": 1, "b\ud800": Counter()}, {"c": {"\ud800": {}}}):
+        with pytest.raises(StateDictMismatchError, match="a key with a lone surrogate cannot be stored") as caught:
+            load_alone(wanted, tmp_path)
+        assert r"\ud800" in caught.value.problems[0]
+        str(caught.value).encode()
+
+
 def test_a_load_that_lacks_nothing_does_not_look_for_optimizers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
