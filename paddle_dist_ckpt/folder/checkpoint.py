@@ -26,7 +26,7 @@ from .foreign import Format, foreign_id, look
 from .ids import committed_ids, metadata_ids, newest_id, save_of
 from .nothing import nothing_text
 
-__all__ = ["Restarts", "check_sizes", "read_checkpoint", "unless_replaced", "why_unknown"]
+__all__ = ["Restarts", "check_sizes", "read_checkpoint", "read_with_text", "unless_replaced", "why_unknown"]
 
 _MOST_RESTARTS = 3
 _logger = logging.getLogger("paddle_dist_ckpt")
@@ -42,13 +42,18 @@ def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
         CheckpointCorruptedError: it is damaged.
         UnsupportedValueError: it is of another format, and holds something that cannot be read.
     """
+    return read_with_text(storage, unique_id)[0]
+
+
+def read_with_text(storage: Storage, unique_id: int | None) -> tuple[Metadata, bytes]:
+    """The same, and what the `.metadata` file holds, if it is of this format."""
     try:
         return _read(storage, unique_id)
     except NotADirectoryError:
         raise CheckpointNotFoundError(nothing_text(storage, unique_id)) from None
 
 
-def _read(storage: Storage, unique_id: int | None) -> Metadata:
+def _read(storage: Storage, unique_id: int | None) -> tuple[Metadata, bytes]:
     chosen = newest_id(storage) if unique_id is None else unique_id
     if is_part(storage) and chosen not in {*metadata_ids(storage), *_data_ids(storage)}:  # another's may be beside it
         chosen = None
@@ -57,7 +62,7 @@ def _read(storage: Storage, unique_id: int | None) -> Metadata:
         metadata = read_foreign(storage, unique_id)
         if metadata is None:
             raise CheckpointNotFoundError(nothing_text(storage, unique_id))
-        return metadata
+        return metadata, b""
     name = metadata_name(chosen)
     try:
         on_disk = partial(bytes_on_disk, storage)
@@ -65,7 +70,7 @@ def _read(storage: Storage, unique_id: int | None) -> Metadata:
     except CheckpointCorruptedError as error:
         raise CheckpointCorruptedError(str(error) if lacks_memory(error) else f"{error}. {_ADVICE}") from None
     _warn_of_paddles(storage, chosen)
-    return metadata
+    return metadata, data
 
 
 def _data_ids(storage: Storage) -> list[int]:

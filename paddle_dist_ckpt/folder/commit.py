@@ -30,6 +30,7 @@ __all__ = [
     "begin",
     "finish",
     "give_up",
+    "has_files_of",
     "in_folder",
     "publish",
     "publish_under",
@@ -65,35 +66,27 @@ def begin(
 
     ``given_up`` are saves that are known to be dead; for ``patience`` and ``made`` see :class:`.lease.Lease`.
     """
-    return in_folder(storage, lambda: _begin(storage, unique_id, replace_newest, given_up, patience, made))
 
+    def take() -> Lease:
+        chosen, of_paddle = unique_id, None
+        if chosen is None and replace_newest:
+            of_paddle = _newest_of_paddle(storage)
+            with suppress(CheckpointError):  # it is damaged, and had better stay for a repair
+                chosen = newest_id(storage) if of_paddle is None else None
+        names = storage.names()
+        warn_of_others(storage, names, chosen)
+        if chosen is None:
+            # Who replaces the newest does as Paddle, to which only its own checkpoints count.
+            others = () if replace_newest else ids_beside(names)
+            return Lease(storage, next_id(names, others), True, of_paddle, given_up, made=made)
+        name = metadata_name(chosen)
+        if look(storage, name)[0] in (Format.PADDLE, Format.FOLDER):
+            raise ValueError(
+                f"unique_id {chosen} is taken: {storage.location}/{name} is of another format; use another id"
+            )
+        return Lease(storage, chosen, automatic=False, given_up=given_up, patience=patience, made=made)
 
-def _begin(
-    storage: Storage,
-    unique_id: int | None,
-    replace_newest: bool,
-    given_up: Collection[str],
-    patience: float,
-    made: list[Lease] | None,
-) -> Lease:
-    """See :func:`begin`."""
-    of_paddle = None
-    if unique_id is None and replace_newest:
-        of_paddle = _newest_of_paddle(storage)
-        with suppress(CheckpointError):  # it is damaged, and had better stay for a repair
-            unique_id = newest_id(storage) if of_paddle is None else None
-    names = storage.names()
-    warn_of_others(storage, names, unique_id)
-    if unique_id is None:
-        # Who replaces the newest does as Paddle, to which only its own checkpoints count.
-        others = () if replace_newest else ids_beside(names)
-        return Lease(storage, next_id(names, others), True, of_paddle, given_up, made=made)
-    name = metadata_name(unique_id)
-    if look(storage, name)[0] in (Format.PADDLE, Format.FOLDER):
-        raise ValueError(
-            f"unique_id {unique_id} is taken: {storage.location}/{name} is of another format; use another id"
-        )
-    return Lease(storage, unique_id, automatic=False, given_up=given_up, patience=patience, made=made)
+    return in_folder(storage, take)
 
 
 def warn_of_others(storage: Storage, names: Collection[str], unique_id: int | None) -> None:
@@ -240,8 +233,8 @@ def aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
     try:
         return _aftermath(lease, unique_id, save_id)
     except Exception as error:
-        warn_only("%s: files of replaced saves are left to a later one: %s", lease.storage.location, error)
-        _speak_again(lease, [save for save in (lease.replaces, *lease.inherited) if save is not None])
+        saves = [save for save in (lease.replaces, *lease.inherited) if save is not None]
+        _leave(lease, saves, "files of replaced saves are left to a later one", error)
         return Aftermath([], [], True)
 
 
@@ -293,13 +286,13 @@ def finish(lease: Lease, left: Aftermath) -> None:
         else:
             lease.end()
     except Exception as error:
-        warn_only("%s: files of replaced or dead saves are left: %s", lease.storage.location, error)
-        _speak_again(lease, left.saves)
+        _leave(lease, left.saves, "files of replaced or dead saves are left", error)
 
 
-def _speak_again(lease: Lease, saves: Sequence[str]) -> None:
-    """See to it that some claim speaks of saves whose files are left. Who has taken this one for dead, and its claim,
-    may have done so before it had replaced them."""
+def _leave(lease: Lease, saves: Sequence[str], what: str, error: Exception) -> None:
+    """Say that files of saves are left, and see to it that some claim speaks of them: who has taken this one for dead,
+    and its claim, may have done so before it had replaced them."""
+    warn_only("%s: %s: %s", lease.storage.location, what, error)
     with suppress(Exception):
         lease.speak_again(saves)
 
@@ -327,8 +320,7 @@ def give_up(lease: Lease, settled: bool) -> None:
             elif not lease.doomed:  # otherwise the claim says what else is to be removed
                 lease.end()
     except Exception as error:  # the caller has to hear of what made the save fail
-        warn_only("%s: files of a failed save are left: %s", lease.storage.location, error)
-        _speak_again(lease, [lease.save_id])
+        _leave(lease, [lease.save_id], "files of a failed save are left", error)
 
 
 def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], object] = lambda: None) -> None:
@@ -360,6 +352,11 @@ def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], obj
                 failure = failure or error
     if failure is not None:
         raise failure
+
+
+def has_files_of(storage: Storage, saves: Collection[str]) -> bool:
+    """Whether a folder has data files of some of these saves."""
+    return any(file is not None and file.save_id in saves for file in map(parse_data_file, storage.names()))
 
 
 def _is_whole(storage: Storage, unique_id: int) -> bool:

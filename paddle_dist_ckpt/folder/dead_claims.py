@@ -9,7 +9,6 @@ from contextlib import suppress
 import msgspec
 
 from ..files.names import parse_temporary
-from ..storage.base import Storage
 from .claims import (
     MOST_CLAIM_BYTES,
     TEMPORARY,
@@ -32,7 +31,6 @@ class DeadClaims:
     """The claims in a folder that are too old to count.
 
     Args:
-        storage: The folder.
         own: The claim of this process, which tells the time.
         given_up: Saves that are known to be dead, whatever their claims look like.
 
@@ -43,9 +41,9 @@ class DeadClaims:
         stuck: Those that cannot be read or removed here.
     """
 
-    def __init__(self, storage: Storage, own: OwnClaim, given_up: Collection[str]) -> None:
-        self._storage, self._own, self._given_up = storage, own, given_up
-        self.found = expired_claims(storage, own.name, own.now(), given_up)
+    def __init__(self, own: OwnClaim, given_up: Collection[str] = ()) -> None:
+        self._storage, self._own, self._given_up = own.storage, own, given_up
+        self.found = expired_claims(own.storage, own.name, own.now(), given_up)
         self.records: dict[str, Claim] = {}
         self.gone: list[str] = []
         self.stuck: set[str] = set()

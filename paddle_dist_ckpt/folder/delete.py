@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.metadata import Metadata
-from ..files.names import metadata_name, parse_data_file
+from ..files.names import metadata_name
 from ..storage.base import Storage, is_refusal
 from .checkpoint import read_checkpoint
-from .commit import remove_saves
+from .commit import has_files_of, remove_saves
 from .ids import metadata_ids, note_of, save_of
 from .lease import Lease
 
@@ -22,7 +22,7 @@ __all__ = [
     "check_native",
     "delete",
     "delete_with_files",
-    "removal_lease",
+    "removing",
     "warn_of_files_elsewhere",
 ]
 
@@ -71,17 +71,13 @@ class Deletion:
 
     def _are_gone(self) -> bool:
         try:
-            files = map(parse_data_file, self._lease.storage.names())
-            return not any(file is not None and file.save_id in self.saves for file in files)
+            return not has_files_of(self._lease.storage, self.saves)
         except Exception:
             return False
 
     def leave(self) -> None:
         """Leave the files to a later save, for which the claim stays, and let nobody wait."""
-        self._lease.stop()
-        with suppress(Exception):
-            self._lease.speak_again(self.saves)
-            self._lease.mark_done()
+        self._lease.leave(self.saves)
 
 
 def delete(storage: Storage, unique_id: int) -> Metadata:
@@ -127,10 +123,9 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         CheckpointError: it has been replaced, or the folder is being saved to, or it is not known what others need.
         DurabilityUnknownError: it is gone, but a crash of the machine might undo that, so its data files stay.
     """
-    lease = removal_lease(storage, unique_id, automatic=False)
     ours: list[str] = []  # what is to go, unless somebody has begun to remove it before
-    try:
-        lease.check_nobody_saves()
+    with removing(storage, unique_id, automatic=False, gone=ours) as lease:
+        lease.others.check_nobody_saves()
         # IMPORTANT: what these say is known; a save that ends from here on may leave another one, to others than this.
         others = lease.others.of_id(unique_id)
         over = {name: claim for name, claim in others.items() if claim.is_settled and not claim.deletes}
@@ -150,10 +145,6 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
                 "deleted"
             )
         saves = [save for save in (*lease.doomed, *lease.inherited) if save not in needed_or_made]
-    except BaseException:
-        with suppress(Exception):  # what has gone wrong before is to be heard of
-            lease.withdraw(*ours)
-        raise
     try:
         # IMPORTANT: `.metadata` is gone for good before any data file is, so that nobody finds a half of a checkpoint.
         storage.delete(metadata_name(unique_id))
@@ -194,15 +185,26 @@ def _end_failed(
         with suppress(Exception):
             what = _what_became(lease.storage, lease.unique_id, save_id)
             if what is not None:
-                lease.speak_again(saves)
-                lease.mark_done()  # so that nobody waits
+                lease.leave(saves)
             # Not what may happen late, as on a network.
             elif not isinstance(error, Exception) or (isinstance(error, OSError) and is_refusal(error)):
                 lease.withdraw(*ours)
     return what
 
 
-def removal_lease(storage: Storage, unique_id: int, automatic: bool, tries: int = 3) -> Lease:
+@contextmanager
+def removing(storage: Storage, unique_id: int, automatic: bool, gone: Sequence[str] = ()) -> Iterator[Lease]:
+    """A block with the lease of a removal. If that fails, nothing is to go, of these saves either."""
+    lease = _removal_lease(storage, unique_id, automatic)
+    try:
+        yield lease
+    except BaseException:
+        with suppress(Exception):  # what has gone wrong before is to be heard of
+            lease.withdraw(*gone)
+        raise
+
+
+def _removal_lease(storage: Storage, unique_id: int, automatic: bool, tries: int = 3) -> Lease:
     """The lease of a removal, for which no folder is made."""
     try:
         return Lease(storage, unique_id, automatic, deletes=True)
@@ -214,7 +216,7 @@ def removal_lease(storage: Storage, unique_id: int, automatic: bool, tries: int 
         if tries == 1:
             raise
         # It was silent for so long that somebody has removed the temporary name of its claim before there was one.
-        return removal_lease(storage, unique_id, automatic, tries - 1)
+        return _removal_lease(storage, unique_id, automatic, tries - 1)
 
 
 def _what_became(storage: Storage, unique_id: int, save_id: str) -> str | None:
@@ -238,17 +240,12 @@ def begin_clearing(storage: Storage, unique_id: int, of_checkpoint: bool) -> Del
     Raises:
         CheckpointError: it has a checkpoint by now and may not, or is being saved to.
     """
-    lease = removal_lease(storage, unique_id, automatic=of_checkpoint)
-    try:
-        lease.check_nobody_saves()
+    with removing(storage, unique_id, automatic=of_checkpoint) as lease:
+        lease.others.check_nobody_saves()
         if not of_checkpoint and any(name.endswith(".metadata") for name in storage.names()):
             raise CheckpointError(f"{storage.location} has a checkpoint by now")
         lease.confirm()
         lease.mark_done(passes_on=True)  # it removes no `.metadata`, so nobody need wait
-    except BaseException:
-        with suppress(Exception):  # what has gone wrong before is to be heard of
-            lease.withdraw()
-        raise
     return Deletion(lease, lease.doomed)
 
 

@@ -41,10 +41,15 @@ def save_of(storage: Storage, unique_id: int) -> str | None:
         CheckpointError: the file is of a newer version.
         CheckpointCorruptedError: it is damaged, or neither ours nor of a format known to share the folder.
     """
+    return _head_of(storage, unique_id)[1]
+
+
+def _head_of(storage: Storage, unique_id: int) -> tuple[Format, str | None]:
+    """The same, with the file's format."""
     name = metadata_name(unique_id)
-    data = _ours(storage, name, whole=False)
-    head = None if data is None else decode_head(data, name)
-    return None if head is None else head.save
+    found, data = _looked_at(storage, name, whole=False)
+    head = decode_head(data, name) if found is Format.OURS else None
+    return found, None if head is None else head.save
 
 
 def note_of(storage: Storage, unique_id: int) -> Note | None:
@@ -54,14 +59,8 @@ def note_of(storage: Storage, unique_id: int) -> Note | None:
         CheckpointError: see :func:`save_of`; the file is seen to be whole, as well.
     """
     name = metadata_name(unique_id)
-    data = _ours(storage, name, whole=True)
-    return None if data is None else decode_note(data, name, unique_id)
-
-
-def _ours(storage: Storage, name: str, whole: bool) -> bytes | None:
-    """What a `.metadata` file begins with, or holds; None if it is gone, or of a format known to share the folder."""
-    found, data = _looked_at(storage, name, whole)
-    return data if found is Format.OURS else None
+    found, data = _looked_at(storage, name, whole=True)
+    return decode_note(data, name, unique_id) if found is Format.OURS else None
 
 
 def _looked_at(storage: Storage, name: str, whole: bool) -> tuple[Format, bytes]:
@@ -87,33 +86,31 @@ def _looked_at(storage: Storage, name: str, whole: bool) -> tuple[Format, bytes]
 
 def known_save_of(storage: Storage, unique_id: int) -> str | None:
     """The save id of the checkpoint committed under an id; None if there is none, or it cannot be told which."""
-    return _known_save_of(storage, unique_id)[1]
+    try:
+        return save_of(storage, unique_id)
+    except CheckpointTimeoutError:
+        raise
+    except CheckpointError:  # damaged, or of a newer version
+        return None
 
 
 def replaceable_save_of(storage: Storage, unique_id: int) -> str | None:
-    """The same, for who is to replace or remove it.
+    """The same, for who is to replace or remove it, and says so of one of which that cannot be told.
 
     Raises:
         CheckpointError: it is one of Paddle's, which is not ours to replace.
     """
-    found, save = _known_save_of(storage, unique_id)
+    try:
+        found, save = _head_of(storage, unique_id)
+    except CheckpointTimeoutError:
+        raise
+    except CheckpointError:
+        _logger.warning("%s: replacing a .metadata that cannot be read; its data files stay", storage.location)
+        return None
     if found is Format.PADDLE:  # since the id was chosen
         name = metadata_name(unique_id)
         raise CheckpointError(f"{storage.location}/{name} is of another format now, and stays; use another id")
     return save
-
-
-def _known_save_of(storage: Storage, unique_id: int) -> tuple[Format, str | None]:
-    name = metadata_name(unique_id)
-    try:
-        found, data = _looked_at(storage, name, whole=False)
-        head = decode_head(data, name) if found is Format.OURS else None
-        return found, None if head is None else head.save
-    except CheckpointTimeoutError:
-        raise
-    except CheckpointError:  # damaged, or of a newer version
-        _logger.warning("%s: replacing a .metadata that cannot be read; its data files stay", storage.location)
-        return Format.UNKNOWN, None
 
 
 def metadata_ids(storage: Storage) -> list[int]:

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -53,8 +54,7 @@ class Lease:
 
     Attributes:
         save_id: The save's random id.
-        replaces: The save that has the id now, if it was given and is taken.
-        inherited: What that has set out to remove in its turn, and had not done when this save met its claim.
+        inherited: What the save that it replaces has set out to remove in its turn, and had not done when they met.
         doomed: Save ids whose files are to be removed: those of dead saves, and what these had replaced.
         is_said: Whether the claim says all of this, for which a full disk may have no room.
         is_ended: Whether nothing was left to do, and the claim has been removed.
@@ -72,25 +72,20 @@ class Lease:
         patience: float = math.inf,
         made: list[Lease] | None = None,
     ) -> None:
-        self.storage, self.unique_id, self.automatic, self.of_paddle = storage, unique_id, automatic, of_paddle
-        self._deletes, self._is_done, self._patience = deletes, False, patience
-        self._passes_on = False
-        self._committed_as: int | None = None
+        self.storage, self.unique_id, self.automatic, self._patience = storage, unique_id, automatic, patience
         self.save_id = secrets.token_hex(8)
-        self.replaces: str | None = None
+        self._says = Claim(self.save_id, None, [], of_paddle=of_paddle, automatic=automatic, deletes=deletes)
         self.inherited: list[str] = []
         self.doomed: list[str] = []
         self.is_said = self.is_ended = False
         self._claim = OwnClaim(storage, claim_name(unique_id, self.save_id))
-        self.others = OtherClaims(storage, self._claim, unique_id, self.save_id)
-        self._taken: list[Statement] = []  # what dead saves' claims have said, until it is certain what follows
-        self._stuck, self._awaited = set[str](), set[str]()  # claims that are left: see OtherClaims.check_nobody_saves
+        self.others = OtherClaims(self._claim, unique_id, self.save_id)
         self._look()
         try:
             self._write()
             if not deletes:
                 self._claim.keep_fresh(lambda: self.speak_again([self.save_id]))
-            self._take_over_dead(given_up)
+            take_over(self, DeadClaims(self._claim, given_up))
             if made is not None:
                 made.append(self)
         except BaseException:
@@ -108,40 +103,41 @@ class Lease:
         """The name that the save's `.metadata` has until it is published."""
         return temporary_name(self.unique_id, self.save_id)
 
+    @property
+    def replaces(self) -> str | None:
+        """The save that has the id now, if it was given and is taken."""
+        return self._says.replaces
+
+    @property
+    def of_paddle(self) -> int | None:
+        """The id of a checkpoint of Paddle's that it stands for, as it was asked to, or as what it replaces did."""
+        return self._says.of_paddle
+
     def _look(self) -> bool:
         """Find the save that has the id now and that a commit would replace; returns whether it is another by now."""
-        before = self.replaces
-        self.replaces = None if self.automatic else replaceable_save_of(self.storage, self.unique_id)
-        if self.replaces == before:
+        replaces = None if self.automatic else replaceable_save_of(self.storage, self.unique_id)
+        if replaces == self.replaces:
             return False
+        of_paddle = self.of_paddle
         # What that has replaced in its turn is known from its claim alone, and from here on from this one.
         for _, record in records_of(self.storage).values():
             for said in record.all:
-                if said.save == self.replaces:
+                if said.save == replaces:
                     self.inherited += [save for save in (said.replaces, *said.removes) if save is not None]
-                    self.of_paddle = said.of_paddle if self.of_paddle is None else self.of_paddle
+                    of_paddle = said.of_paddle if of_paddle is None else of_paddle
+        self._says = msgspec.structs.replace(self._says, replaces=replaces, of_paddle=of_paddle)
         return True
 
-    def _write(self) -> None:
+    def _write(self, **changes: Any) -> None:
+        """Have the claim say what has changed of what it says, and what is to be removed by now."""
         removes = list(dict.fromkeys([*self.doomed, *self.inherited]))  # each once, or claims grow with every save
-        claim = Claim(
-            save=self.save_id,
-            replaces=self.replaces,
-            removes=removes,
-            of_paddle=self.of_paddle,
-            automatic=self.automatic,
-            deletes=self._deletes,
-            done=self._is_done,
-            committed_as=self._committed_as,
-            passes_on=self._passes_on,
-            taken=self._taken,
-        )
+        self._says = msgspec.structs.replace(self._says, removes=removes, **changes)
         self.is_said = False
         try:
-            self._claim.publish(msgspec.json.encode(claim))
+            self._claim.publish(msgspec.json.encode(self._says))
             self.is_said = True
         except OSError as error:
-            if not self._deletes or error.errno not in _NO_ROOM:
+            if not self._says.deletes or error.errno not in _NO_ROOM:
                 raise
             # Deleting must be possible on a full disk. What the claim does not say is left if this dies half-way.
             _logger.debug("there is no room for what the claim %s says: %s", self.name, error)
@@ -157,27 +153,17 @@ class Lease:
             why = f"{error.strerror}, not even for a removal's empty claim: remove any other file there first"
             raise OSError(error.errno, why, error.filename) from error
 
-    def _take_over_dead(self, given_up: Collection[str]) -> None:
-        """Make the removal of dead saves' files this save's business."""
-        dead = DeadClaims(self.storage, self._claim, given_up)
-        self._awaited = take_over(self, dead)
-        self._stuck = dead.stuck
-
     def say(self, taken: Sequence[Statement], doomed: Sequence[str]) -> None:
         """Have the claim say what is taken over, and that files of these saves are to be removed."""
-        self._taken, self.doomed = list(taken), list(doomed)
-        self._write()
-
-    def check_nobody_saves(self, everywhere: bool = True) -> None:
-        """See that nobody else is saving to the folder, or to the id in it; see :class:`.other_claims.OtherClaims`."""
-        self.others.check_nobody_saves(self._stuck, self._awaited, everywhere)
+        self.doomed = list(doomed)
+        self._write(taken=list(taken))
 
     def pass_on(self, taken: Sequence[Statement]) -> None:
         """Leave statements to a later save. A full disk may have no room for them, which must not stop a deletion."""
         try:
             self._leave([], taken)
         except OSError as error:
-            if not self._deletes or error.errno not in _NO_ROOM:
+            if not self._says.deletes or error.errno not in _NO_ROOM:
                 raise
             _logger.debug("there is no room to pass on what dead saves have left: %s", error)
 
@@ -190,7 +176,7 @@ class Lease:
         """
         # IMPORTANT: who deletes has looked for other claims after it had made its own, and has not found this one, or
         # has given up. So after this wait nobody removes what is about to be published.
-        if not self.automatic and not self._deletes:
+        if not self.automatic and not self._says.deletes:
             self._wait_for_deletion()
         self._claim.touch()  # who has found it too old looks once more before it is removed
         self.check_held()
@@ -234,7 +220,7 @@ class Lease:
         deleters = self.others.deleters()
         if not deleters:
             return {}
-        dead = DeadClaims(self.storage, self._claim, ())
+        dead = DeadClaims(self._claim)
         dead.keep({claim.save for claim in deleters.values()})
         if not stopped.issuperset(dead.found):
             stopped.update(dead.found)
@@ -264,10 +250,8 @@ class Lease:
         Raises:
             CheckpointError: the claim is gone, and what it said is somebody else's to do.
         """
-        self._is_done = True
-        self._passes_on |= passes_on
-        self._committed_as = committed_as if committed_as != self.unique_id else None
-        self._write()
+        committed_as = committed_as if committed_as != self.unique_id else None
+        self._write(done=True, committed_as=committed_as, passes_on=self._says.passes_on or passes_on)
 
     def take_on(self, *saves: str) -> None:
         """Set out to remove saves' files. Whoever finds this claim expired does, but for saves that are committed.
@@ -306,7 +290,7 @@ class Lease:
 
         Whoever has taken it for dead may have looked too early to know of them. Not so if it has said that it is done.
         """
-        if not saves or (self._is_done and self.is_said) or self.is_held():
+        if not saves or (self._says.done and self.is_said) or self.is_held():
             return None
         return self._leave(saves)
 
@@ -314,7 +298,7 @@ class Lease:
         """End when nothing of these saves is to be removed; what is left of dead saves is left to a later save."""
         self.stop()
         self.doomed = [save for save in self.doomed if save not in saves]
-        if self.doomed or self._taken:
+        if self.doomed or self._says.taken:
             self._hold_nobody_up()
             return
         try:
@@ -325,8 +309,14 @@ class Lease:
 
     def _hold_nobody_up(self) -> None:
         """Say of a deletion that it removes no checkpoint after all, so that nobody waits."""
-        if self._deletes:
-            self.replaces = None
+        if self._says.deletes:
+            self._write(replaces=None, done=True)
+
+    def leave(self, saves: Sequence[str]) -> None:
+        """End when what it was for is done, as far as others wait for it; files of saves are left to a later save."""
+        self.stop()
+        with suppress(Exception):
+            self.speak_again(saves)
             self.mark_done()
 
     def stop(self) -> None:

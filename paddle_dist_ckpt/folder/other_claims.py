@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from ..errors import CheckpointError
-from ..storage.base import Storage
 from .claims import EXPIRY, TEMPORARY, Claim, is_expired, records_of
 from .own_claim import OwnClaim
 
@@ -29,18 +28,20 @@ class OtherClaims:
     """The claims in a folder beside one's own.
 
     Args:
-        storage: The folder.
         own: The claim of this process, which tells the time.
         unique_id: The id that it is of.
         save_id: The save that it is of.
 
     Attributes:
         ids: The saves of the claims that this process has made.
+        stuck: The claims of dead saves that this process could not read or remove.
+        awaited: Those of dead committed saves that others may yet replace, which it leaves for that.
     """
 
-    def __init__(self, storage: Storage, own: OwnClaim, unique_id: int, save_id: str) -> None:
-        self._storage, self._own, self._unique_id, self._save_id = storage, own, unique_id, save_id
+    def __init__(self, own: OwnClaim, unique_id: int, save_id: str) -> None:
+        self._storage, self._own, self._unique_id, self._save_id = own.storage, own, unique_id, save_id
         self.ids = {save_id}
+        self.stuck, self.awaited = set[str](), set[str]()
 
     def all(self) -> dict[str, _Other]:
         """All of them, by name."""
@@ -102,12 +103,10 @@ class OtherClaims:
         claims = self.of_id(self._unique_id).items()
         return {name: claim for name, claim in claims if claim.deletes and not claim.done}
 
-    def check_nobody_saves(self, stuck: Collection[str], awaited: Collection[str], everywhere: bool) -> None:
+    def check_nobody_saves(self, everywhere: bool = True) -> None:
         """See that nobody else is saving to the folder, or to the id in it.
 
         Args:
-            stuck: The claims of dead saves that this process could not read or remove.
-            awaited: Those of dead committed saves that others may yet replace, which it leaves for that.
             everywhere: Whether nobody must be saving to any id.
 
         Raises:
@@ -124,12 +123,12 @@ class OtherClaims:
             is_of_id = self._unique_id == id_now or (everywhere and self._unique_id == id_in_name)
             if not (everywhere or is_of_id) or (claim.done and claim.passes_on):  # what this has left itself, too
                 continue
-            is_left = name in stuck or name in awaited
+            is_left = name in self.stuck or name in self.awaited
             # A save taken for dead that nothing stops, as its claim could not be removed, may still commit.
-            if not (claim.done or (name in stuck and claim.automatic) if is_of_id else is_left):
+            if not (claim.done or (name in self.stuck and claim.automatic) if is_of_id else is_left):
                 others.append(name)
-        hindering = [name for name in others if name in stuck]
-        if hindering and {*stuck, *awaited}.issuperset(others):
+        hindering = [name for name in others if name in self.stuck]
+        if hindering and (self.stuck | self.awaited).issuperset(others):
             raise StuckClaimError(
                 f"{self._storage.location} has the claim of a dead save, {hindering[0]}, which cannot be read or "
                 "removed here: if nobody is at work there, remove that file"

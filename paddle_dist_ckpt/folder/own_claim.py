@@ -36,12 +36,13 @@ class OwnClaim:
     """A claim file of this process.
 
     Attributes:
+        storage: The folder that it is in.
+        name: Its name.
         is_published: Whether it was there at some time.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
-        self.name = name
-        self._storage = storage
+        self.storage, self.name = storage, name
         self.is_published = False
         self._stopped = Latch()
         self._keeper: threading.Thread | None = None
@@ -58,18 +59,18 @@ class OwnClaim:
         # removes its temporary name as well, until neither is there.
         confirm = self.check_held if self.is_published else None
         try:
-            self._storage.publish(self.name, data, self.name + TEMPORARY, replace=True, confirm=confirm)
+            self.storage.publish(self.name, data, self.name + TEMPORARY, replace=True, confirm=confirm)
         except FileNotFoundError:
             if self.is_published:
                 self.check_held()
                 # It is about to go: who takes this one for dead has removed the temporary name first.
-                raise lost_claim(self._storage, self.name + TEMPORARY) from None
+                raise lost_claim(self.storage, self.name + TEMPORARY) from None
             raise
         self.is_published = True
         # IMPORTANT: some filesystems take the time of what is written from their server, and that of a touch from this
         # host. All claims are dated by touches, or one that is refreshed looks older than one that is new.
         with suppress(OSError):  # it is dated by its writing then
-            self._storage.touch(self.name)
+            self.storage.touch(self.name)
 
     def check_held(self) -> None:
         """See that it is there.
@@ -96,9 +97,9 @@ class OwnClaim:
             CheckpointError: see :meth:`check_held`.
         """
         try:
-            return self._storage.modified(self.name)
+            return self.storage.modified(self.name)
         except FileNotFoundError:
-            raise lost_claim(self._storage, self.name) from None
+            raise lost_claim(self.storage, self.name) from None
 
     def touch(self) -> None:
         """Have it count for a while from now on.
@@ -107,9 +108,9 @@ class OwnClaim:
             CheckpointError: see :meth:`check_held`.
         """
         try:
-            self._storage.touch(self.name)
+            self.storage.touch(self.name)
         except FileNotFoundError:
-            raise lost_claim(self._storage, self.name) from None
+            raise lost_claim(self.storage, self.name) from None
         except OSError as error:
             _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
 
@@ -139,7 +140,7 @@ class OwnClaim:
                 there is one.
         """
         try:
-            self._storage.touch(self.name)
+            self.storage.touch(self.name)
         except Exception as error:  # of memory that is used up, for one, which must not end the thread
             if self._other is None:
                 warn_only("the claim %s could not be refreshed: %s", self.name, error)
@@ -148,7 +149,7 @@ class OwnClaim:
                     if self._other is None:
                         self._other = when_lost()
                     else:
-                        self._storage.touch(self._other)
+                        self.storage.touch(self._other)
 
     @property
     def is_stopped(self) -> bool:
@@ -164,7 +165,7 @@ class OwnClaim:
         self._stopped.set()
         if self._keeper is not None:
             self._keeper.join()  # no touch is under way any more
-        self._storage.delete(self.name + TEMPORARY)  # it may have been impossible to remove
-        self._storage.delete(self.name)
+        self.storage.delete(self.name + TEMPORARY)  # it may have been impossible to remove
+        self.storage.delete(self.name)
         if self._other is not None:
-            self._storage.delete(self._other)
+            self.storage.delete(self._other)

@@ -29,7 +29,7 @@ from ..storage.base import Storage
 from .catalogs import ids_beside
 from .claims import EXPIRY, claimed_saves
 from .commit import publish_under
-from .delete import Deletion, removal_lease
+from .delete import Deletion, removing
 from .foreign import Format, look
 from .ids import metadata_ids, next_id, save_of
 from .nothing import managers_text, numbers_text
@@ -86,9 +86,8 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
         CheckpointError: somebody is, or has been.
     """
     name = metadata_name(metadata.unique_id)
-    lease = removal_lease(storage, metadata.unique_id, automatic=False)
-    try:
-        lease.check_nobody_saves(everywhere=False)
+    with removing(storage, metadata.unique_id, automatic=False) as lease:
+        lease.others.check_nobody_saves(everywhere=False)
         _check_there(storage, metadata, lease.doomed)
         replace = _is_damaged(storage, metadata.unique_id)
 
@@ -108,10 +107,6 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
         if not publish_under(lease, metadata.unique_id, data, replace, confirm):
             raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
         Deletion(lease, lease.doomed).finish()
-    except BaseException:
-        with suppress(Exception):  # what has gone wrong before is to be heard of
-            lease.withdraw()
-        raise
 
 
 def _check_there(storage: Storage, metadata: Metadata, doomed: Collection[str]) -> None:

@@ -93,14 +93,12 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
             f"{_examples(metadata, paths)}{_hint_at_keys(metadata, prefix)}"
         )
     if keys is not None:
-        matched = _matching({metadata.key(path): path for path in chosen}, keys)
-        unmatched = [pattern for pattern, found in matched.items() if not found]
+        wanted, unmatched = _matching({metadata.key(path): path for path in chosen}, keys)
         if unmatched:
             reasons = "".join(f"; {visible(key)} is not read: {reason}" for key, reason in list(not_read.items())[:5])
             raise CheckpointNotFoundError(
                 f"no key matches {_some(unmatched)}{reasons}; {_examples(metadata, list(chosen))}"
             )
-        wanted = set().union(*matched.values())
         chosen = {path: rest for path, rest in chosen.items() if path in wanted}
     if len(set(chosen.values())) < len(chosen):
         branches = {escaped_key(path.removesuffix(rest)) for path, rest in chosen.items()} - {prefix}
@@ -129,12 +127,10 @@ def select_keys(paths: dict[str, str], selection: Selection) -> dict[str, str]:
     chosen = {key: path for key, path in paths.items() if key.startswith(prefix)}
     if selection.keys is None and (chosen or not prefix):
         return chosen
-    matched = _matching(chosen, selection.keys if selection.keys is not None else [f"{prefix}*"])
-    unmatched = [pattern for pattern, found in matched.items() if not found]
+    wanted, unmatched = _matching(chosen, selection.keys if selection.keys is not None else [f"{prefix}*"])
     if unmatched:
         examples = ", ".join(list(paths)[:5])
         raise CheckpointNotFoundError(f"no key matches {_some(unmatched)}; there are, for example: {examples}")
-    wanted = set().union(*matched.values())
     return {key: path for key, path in chosen.items() if path in wanted}
 
 
@@ -144,7 +140,7 @@ def selected_of(keys: Iterable[str], selection: Selection) -> list[str]:
     chosen = {key: key for key in keys if key.startswith(prefix)}
     if selection.keys is None:
         return list(chosen)
-    wanted = set().union(*_matching(chosen, selection.keys).values())
+    wanted, _ = _matching(chosen, selection.keys)
     return [key for key in chosen if key in wanted]
 
 
@@ -169,7 +165,7 @@ def unread(metadata: Metadata, selection: Selection) -> dict[str, str]:
     paths = {special.get(path) or plain_key(path): path for path in metadata.left_out}
     paths = {key: path for key, path in paths.items() if below(path, selection.prefix) is not None}
     if selection.keys is not None:
-        wanted = set().union(*_matching(paths, selection.keys).values())
+        wanted, _ = _matching(paths, selection.keys)
         paths = {key: path for key, path in paths.items() if path in wanted}
     return {key: metadata.left_out[path] for key, path in paths.items()}
 
@@ -197,21 +193,24 @@ def _quoted(text: str) -> str:
     return f"'{visible(text)}'"
 
 
-def _matching(paths: dict[str, str], keys: Collection[str]) -> dict[str, set[str]]:
-    """The paths whose flat key is each of the keys, or matches it as a pattern.
+def _matching(paths: dict[str, str], keys: Collection[str]) -> tuple[set[str], list[str]]:
+    """The paths whose flat key is one of the keys, or matches one as a pattern; and the keys of which there is none.
 
     There may be as many patterns as flat keys, so each is compared only with those that begin as it does.
     """
     ordered: list[str] = []
-    found: dict[str, set[str]] = {}
+    wanted, unmatched = set[str](), dict[str, None]()
     for pattern in keys:
         if pattern in paths:
-            found[pattern] = {paths[pattern]}
+            wanted.add(paths[pattern])
             continue
         ordered = ordered or sorted(paths)
         near = _beginning_with(ordered, WILDCARD.split(pattern, maxsplit=1)[0])
-        found[pattern] = {paths[key] for key in near if fnmatch.fnmatchcase(key, pattern)}
-    return found
+        found = [paths[key] for key in near if fnmatch.fnmatchcase(key, pattern)]
+        wanted.update(found)
+        if not found:
+            unmatched[pattern] = None
+    return wanted, list(unmatched)
 
 
 def _beginning_with(ordered: list[str], start: str) -> list[str]:

@@ -24,20 +24,17 @@ __all__ = ["take_over"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 
 
-def take_over(heir: Lease, dead: DeadClaims) -> set[str]:
+def take_over(heir: Lease, dead: DeadClaims) -> None:
     """Make the removal of dead saves' files the business of a lease.
 
     IMPORTANT: the dead saves' claims go before any of their files do, and the lease's says what they said before they
     go. A save that was only frozen then finds its claim gone, and does not commit; or its temporary name, if it was
     frozen just before its last step. So that goes next, and only then it is certain which are committed.
-
-    Returns:
-        The names of the claims of committed saves that are left, as others may yet replace these.
     """
-    committed: dict[str, int] = {}
-    awaited: set[str] = set()
+    heir.others.stuck = dead.stuck
     if not dead.found:
-        return awaited
+        return
+    committed: dict[str, int] = {}
     try:
         committed = committed_saves(heir.storage)
         dead.read()
@@ -47,7 +44,7 @@ def take_over(heir: Lease, dead: DeadClaims) -> set[str]:
         dead.remove(name for name, record in dead.records.items() if record.save not in committed)
         left = dead.remove_temporaries({said.save for said in dead.said(dead.gone, committed)})
         replaced = _replaced_yet(heir.others, dead, committed, [said for said in taken if said.save in left])
-        awaited = {name for name, record in dead.records.items() if record.save in replaced}
+        heir.others.awaited = {name for name, record in dead.records.items() if record.save in replaced}
         dead.leave(replaced)
         dead.remove(name for name, record in dead.records.items() if record.save in committed)
         taken = dead.said(dead.gone, committed)
@@ -59,7 +56,6 @@ def take_over(heir: Lease, dead: DeadClaims) -> set[str]:
         _leave(heir, [said for said in dead.said(dead.gone, committed) if said.is_of_use], committed)
         with suppress(OSError, CheckpointError):  # it says what it has said then
             heir.say([], [])
-    return awaited
 
 
 def _replaced_yet(

@@ -195,6 +195,18 @@ def test_what_a_claim_has_spoken_of_that_is_being_taken_over_is_not_rebuilt(tmp_
     assert files_in(tmp_path) == {}
 
 
+def test_who_reads_what_claims_say_replaces_nothing_and_does_not_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_alone(state(1), tmp_path, 5)
+    (tmp_path / "5.metadata").write_bytes(b"rubbish")
+    dead = {"save": STUCK, "replaces": None, "removes": []}
+    (tmp_path / f"5.{STUCK}.claim").write_text(json.dumps(dead))
+    with pytest.raises(CheckpointNotFoundError, match="no complete save"):
+        rebuild_metadata(tmp_path, save="0" * 16)
+    assert "replacing" not in caplog.text
+
+
 # -- interrupts
 
 

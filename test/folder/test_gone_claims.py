@@ -418,18 +418,6 @@ def test_a_claim_is_kept_fresh_although_it_seemed_to_be_gone_once(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_claim_that_cannot_be_kept_fresh_for_want_of_a_thread_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(CheckpointError, match=r"the claim 3\..* cannot be kept fresh: can't start new thread"):
-        Lease(LocalStorage(tmp_path), 3, automatic=True)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_save_that_was_taken_for_dead_and_has_removed_its_files_leaves_no_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -676,27 +664,21 @@ def stays_temporary() -> Iterator[None]:
         yield
 
 
-class LastStep(LocalStorage):
+class LastStep(FreezingStorage):
     """A folder that a save publishes its `.metadata` to only when it is told, and in which it may die then."""
 
     def __init__(self, path: Path, dies: bool) -> None:
-        super().__init__(path)
+        super().__init__(path, after=self._freeze)
         self._dies = dies
         self.is_there, self.goes_on = threading.Event(), threading.Event()
 
-    def publish(
-        self, name: str, data: bytes, temporary: str, replace: bool, confirm: Callable[[], None] | None = None
-    ) -> bool:
-        def confirm_and_freeze() -> None:
-            assert confirm is not None
-            confirm()
-            self.is_there.set()
-            assert self.goes_on.wait(PATIENCE)
+    def _freeze(self) -> None:
+        self.is_there.set()
+        assert self.goes_on.wait(PATIENCE)
 
-        if not name.endswith(".metadata"):
-            return super().publish(name, data, temporary, replace, confirm)
-        is_published = super().publish(name, data, temporary, replace, confirm_and_freeze)
-        if self._dies:
+    def publish(self, name: str, *args: Any, **kwargs: Any) -> bool:
+        is_published = super().publish(name, *args, **kwargs)
+        if self._dies and name.endswith(".metadata"):
             raise Killed
         return is_published
 

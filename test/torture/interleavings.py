@@ -37,7 +37,7 @@ from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import delete
 from paddle_dist_ckpt.folder.ids import save_of
 from paddle_dist_ckpt.folder.rebuild import rebuild
-from paddle_dist_ckpt.manager import steps as steps_module
+from paddle_dist_ckpt.manager import removal as removal_module
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
 from paddle_dist_ckpt.manager.retention import Retention
 from paddle_dist_ckpt.manager.steps import step_folder
@@ -256,7 +256,7 @@ class _History:
 
         with (
             mock.patch.object(delete_module, "begin_deletion", begin),
-            mock.patch.object(steps_module, "begin_deletion", begin),
+            mock.patch.object(removal_module, "begin_deletion", begin),
         ):
             yield
 
