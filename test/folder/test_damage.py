@@ -190,13 +190,12 @@ def test_a_flipped_byte_anywhere_in_the_metadata(tmp_path: Path) -> None:
     size = path.stat().st_size
     silent = []
     for place in (place for place in range(size) if place != minor):  # any minor version may be read
-        for mask in (0x01, 0x20, 0x80):
-            with flipped(path, place, mask):
-                try:
-                    load_alone({"a": blank_like(array), "n": 0}, tmp_path)
-                except CheckpointError:
-                    continue
-                silent.append(place)
+        with flipped(path, place, (0x01, 0x20, 0x80)[place % 3]):
+            try:
+                load_alone({"a": blank_like(array), "n": 0}, tmp_path)
+            except CheckpointError:
+                continue
+            silent.append(place)
     assert silent == []
 
 

@@ -54,7 +54,7 @@ def save_ids(folder: Path) -> set[str]:
 
 
 @given(jobs())
-@examples(20)
+@examples(12)
 def test_the_rebuilt_file_is_the_lost_one(job: tuple[int, int, list[Item]]) -> None:
     savers, _, things = job
     with tempfile.TemporaryDirectory() as name:
@@ -178,7 +178,8 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         data = path.read_bytes()
         header = 8 + int.from_bytes(data[:8], "little")
         text = len(data[:header].rstrip(b" "))
-        for place in [*range(text), header - 1, header, header + 777, len(data) - 1]:
+        step = 1 if path.name.startswith("0_") else 5  # the coordinator's has all that others have, and more
+        for place in [*range(0, text, step), header - 1, header, header + 777, len(data) - 1]:
             with replaced_bytes(path, {place: data[place] ^ 0x01}):
                 try:
                     rebuilt(tmp_path)
