@@ -91,7 +91,7 @@ class Pruned:
         tidied: Committed steps that stay, without what dead saves had left beside them.
         left: Steps that stay, for they were saved anew, the rules keep them now, or somebody is at work in their
             folders; and those that were never committed, if something else is in the folder.
-        refused: Steps that stay, for the storage has refused to remove them.
+        refused: Steps that stay, for they could not be removed.
         untidied: Steps that stay, beside which what dead saves have left could not be removed.
         unfinished: Removed steps of which data files could not be removed; a later save or prune does it.
         unconfirmed: Steps that are gone, but may come back with a crash of the machine; their data files are there.
@@ -126,10 +126,10 @@ def carry_out(plan: PrunePlan) -> Pruned:
             storage = LocalStorage(step_folder(root, step))
             warn_of_files_elsewhere(storage, read_checkpoint(storage, step))
     begun = plan.removals.begin(replace(plan, doomed=doomed), opened)
-    left, unfinished = dict(begun), []
+    left, finished = dict(begun), list[int]()
     try:
         for step, removal in begun.items():
-            unfinished += [] if removal.finish() else [step]
+            finished += [step] if removal.finish() else []
             del left[step]
             # The files are gone, and what has their names now is somebody else's.
             remove_step(root, step, (), opened)
@@ -140,16 +140,16 @@ def carry_out(plan: PrunePlan) -> Pruned:
     gone = [step for step in plan.abandoned if step in begun and not os.path.lexists(step_folder(root, step))]
     kept = [step for step in sorted({*plan.kept, *still}) if not _is_gone(root, step)]
     stay = [*(step for step in still if step in kept), *(step for step in plan.abandoned if step not in gone)]
-    refused = [step for step in stay if step in plan.removals.refused]
+    refused = [step for step in stay if step in plan.removals.refused or (step in begun and step not in finished)]
     return Pruned(
         kept=kept,
         removed=[step for step in plan.doomed if step in begun],
         abandoned=gone,
-        tidied=[step for step in plan.littered if step in begun],
+        tidied=[step for step in plan.littered if step in finished],
         left=[step for step in stay if step not in refused],
         refused=refused,
-        untidied=[step for step in plan.littered if step not in begun],
-        unfinished=unfinished,
+        untidied=[step for step in plan.littered if step not in finished],
+        unfinished=[step for step in plan.doomed if step in begun and step not in finished],
         unconfirmed=[step for step in plan.doomed if step not in begun and step not in still],
     )
 

@@ -67,32 +67,38 @@ class Removals:
         steps = self._steps
         folders = steps.folders(opened)
         doomed = [step for step in doomed if not self._is_link(step, opened)]
-        looked = folders if anew or self._claimed is None else sorted(self._claimed)
-        littered = [step for step in self._with_claims(looked, opened) if step not in doomed]
-        uncommitted = [step for step in folders if step not in steps.metrics and not self._is_link(step, opened)]
-        if not (littered or uncommitted):
+        looked = set(folders if anew or self._claimed is None else self._claimed)
+        self._claimed, littered, abandoned = set(), list[int](), dict[int, list[str]]()
+        for step in sorted(looked.union(step for step in folders if step not in steps.metrics)):
+            with suppress(OSError):  # one that cannot be listed is left alone
+                names = self._storage(step, opened).names()
+                has_claims = any(parse_claim(name) is not None for name in names)
+                if has_claims:
+                    self._claimed.add(step)
+                # Whatever has a `.metadata`, of any id or format, can be of use.
+                is_uncommitted = step not in steps.metrics and not any(name.endswith(".metadata") for name in names)
+                is_littered = has_claims and metadata_name(step) in names and step not in doomed
+                if not (is_uncommitted or is_littered) or self._is_link(step, opened):
+                    continue
+                if is_littered:
+                    littered.append(step)
+                else:
+                    abandoned[step] = names
+        if not (littered or abandoned):
             return Going(doomed)
         time = self._now(opened) if now is None else now
-        abandoned = [step for step in uncommitted if self._is_abandoned(step, self._storage(step, opened), time)]
-        return Going(doomed, abandoned, [step for step in littered if is_abandoned(self._storage(step, opened), time)])
+
+        def is_left(step: int) -> bool:
+            return is_abandoned(self._storage(step, opened), time)
+
+        useless = [step for step, names in abandoned.items() if is_left(step) and self._is_useless(step, names)]
+        return Going(doomed, useless, list(filter(is_left, littered)))
 
     def _storage(self, step: int, opened: Folders) -> Storage:
         return opened(self._steps.folder(step))
 
     def _is_link(self, step: int, opened: Folders) -> bool:
         return is_link(self._steps.folder(step), opened)
-
-    def _with_claims(self, steps: Iterable[int], opened: Folders) -> list[int]:
-        """The committed ones of some steps in whose folders there are claims; those of any step are remembered."""
-        self._claimed, committed = set(), []
-        for step in steps:
-            with suppress(OSError):  # one that cannot be listed is left alone
-                names = self._storage(step, opened).names()
-                if any(parse_claim(name) is not None for name in names) and not self._is_link(step, opened):
-                    self._claimed.add(step)
-                    if metadata_name(step) in names:
-                        committed.append(step)
-        return committed
 
     def _now(self, opened: Folders) -> float:
         """The time by the folder's own clock."""
@@ -101,20 +107,10 @@ class Removals:
             root.touch(".")
         return root.modified(".")
 
-    def _is_abandoned(self, step: int, storage: Storage, now: float) -> bool:
-        """Whether nothing in a folder can be of use. Whatever has a `.metadata`, of any id or format, can be.
-
-        Where no claim speaks of a folder's data files, they may be all that is left of a step.
-        """
-        try:
-            names = storage.names()
-        except OSError:
-            return False
-        if any(name.endswith(".metadata") for name in names) or not is_abandoned(storage, now):
-            return False
-        claimed = any(parse_claim(name) is not None for name in names)
+    def _is_useless(self, step: int, names: Iterable[str]) -> bool:
+        """Whether what an uncommitted step has can be of no use; data files of which no claim speaks may be a step."""
         data = next((name for name in names if parse_data_file(name) is not None), None)
-        if data is None or claimed:
+        if data is None or any(parse_claim(name) is not None for name in names):
             return True
         if step not in self._told:
             self._told.add(step)
@@ -122,7 +118,7 @@ class Removals:
                 "step %d is left: %s has data files, such as %s, but no .metadata; if it was lost, rebuild_metadata "
                 "may make it again, and if not, the folder can be removed",
                 step,
-                storage.location,
+                self._steps.folder(step),
                 data,
             )
         return False

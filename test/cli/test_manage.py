@@ -281,6 +281,24 @@ def test_prune_says_what_it_could_not_remove(
     assert not list(tmp_path.glob("*/*/*.claim")) or kind == "unfinished"
 
 
+def test_prune_calls_nothing_removed_of_which_files_of_dead_saves_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps(tmp_path, s50=0.5, s100=0.5)
+    (step_folder(tmp_path, 50) / "50.metadata").unlink()
+    for step in (50, 100):
+        (step_folder(tmp_path, step) / f"0_{step}.0123456789abcdef.0.safetensors").write_bytes(b"dead")
+        claim = step_folder(tmp_path, step) / f"{step}.0123456789abcdef.claim"
+        claim.write_text("{}")
+        age(claim)
+        age(step_folder(tmp_path, step))
+    refuse(monkeypatch, ".0123456789abcdef.0.safetensors")
+    result = CliRunner().invoke(app, ["prune", str(tmp_path), "--keep-last", "1", "-y"])
+    assert (result.exit_code, result.stdout) == (1, "nothing was removed; kept 100\n")
+    stuck = "could not be removed: 50\nwhat dead saves have left could not be removed beside: 100\n"
+    assert result.stderr.endswith(stuck)
+
+
 def test_prune_says_which_remains_it_could_not_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their claim, of a dead save, may not be read."""
     steps(tmp_path, s200=0.5, s300=0.5)
