@@ -7,7 +7,7 @@ those of the dead.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Container
+from collections.abc import Container
 from contextlib import suppress
 
 import msgspec
@@ -27,14 +27,13 @@ __all__ = [
     "Claim",
     "Statement",
     "claimed_saves",
-    "expired_claims",
+    "claims_in",
     "is_abandoned",
     "is_expired",
     "readable_record_of",
     "record_of",
     "records_of",
     "saves_of_claim",
-    "saves_with_claims",
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
@@ -168,7 +167,7 @@ def records_of(storage: Storage) -> dict[str, tuple[ClaimName, Claim]]:
     vanished: set[str] = set()
     while True:
         found, before = dict[str, tuple[ClaimName, Claim]](), len(vanished)
-        for name, parsed in _claims_in(storage).items():
+        for name, parsed in claims_in(storage).items():
             try:
                 found[name] = parsed, record_of(storage, name, parsed)
             except FileNotFoundError:  # each counts once: a link to nowhere is always listed
@@ -177,14 +176,9 @@ def records_of(storage: Storage) -> dict[str, tuple[ClaimName, Claim]]:
             return found
 
 
-def _claims_in(storage: Storage) -> dict[str, ClaimName]:
+def claims_in(storage: Storage) -> dict[str, ClaimName]:
     """The claim files in a folder, and those that are being written."""
     return {name: parsed for name in storage.names() if (parsed := parse_claim(name)) is not None}
-
-
-def saves_with_claims(storage: Storage) -> set[str]:
-    """The saves that have a claim of their own, which says what is to become of their files."""
-    return {parsed.save_id for parsed in _claims_in(storage).values()}
 
 
 def record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
@@ -225,13 +219,6 @@ def saves_of_claim(record: Statement, committed: Container[str | None]) -> list[
     return [*record.own, *replaced]
 
 
-def expired_claims(storage: Storage, ours: str, now: float, given_up: Collection[str]) -> dict[str, ClaimName]:
-    """The claims of dead saves, beside our own claim, which tells the time."""
-    others = {name: parsed for name, parsed in _claims_in(storage).items() if name != ours}
-    fresh = {parsed.save_id for name, parsed in others.items() if not is_expired(storage, name, now)}
-    return {name: parsed for name, parsed in others.items() if parsed.save_id not in fresh.difference(given_up)}
-
-
 def is_expired(storage: Storage, name: str, now: float) -> bool:
     """Whether a claim, or what else tells that somebody works, is too old. One dated far ahead is dated anew."""
     try:
@@ -253,7 +240,7 @@ def is_abandoned(storage: Storage, now: float) -> bool:
     """
     try:
         # The folder itself counts as well: one that is about to be claimed has changed.
-        expired = [is_expired(storage, name, now) for name in [*_claims_in(storage), "."]]  # each may be dated anew
+        expired = [is_expired(storage, name, now) for name in [*claims_in(storage), "."]]  # each may be dated anew
     except OSError:
         return False
     return all(expired)

@@ -24,11 +24,10 @@ from ..errors import CheckpointError, CheckpointTimeoutError
 from ..files.names import claim_name, temporary_name
 from ..storage.base import Storage
 from .claims import EXPIRES_AFTER, FRESH_EVERY, TEMPORARY, Claim, Statement, records_of
-from .dead_claims import DeadClaims
+from .dead_claims import DeadClaims, take_over
 from .ids import replaceable_save_of
 from .other_claims import OtherClaims
 from .own_claim import OwnClaim
-from .take_over import take_over
 
 __all__ = ["Lease"]
 

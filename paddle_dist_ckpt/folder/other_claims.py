@@ -13,7 +13,7 @@ __all__ = ["OtherClaims", "StuckClaimError"]
 
 
 class StuckClaimError(CheckpointError):
-    """The claim of a dead save is in the way, and cannot be read or removed by this process."""
+    """The claim of a dead save is in the way, and cannot be read, removed or taken over by this process."""
 
 
 class _Other(NamedTuple):
@@ -34,14 +34,15 @@ class OtherClaims:
 
     Attributes:
         ids: The saves of the claims that this process has made.
-        stuck: The claims of dead saves that this process could not read or remove.
+        stuck: The claims of dead saves that this process could not read, remove or take over.
+        why_stuck: Why they could not be taken over, if that is it.
         awaited: Those of dead committed saves that others may yet replace, which it leaves for that.
     """
 
     def __init__(self, own: OwnClaim, unique_id: int, save_id: str) -> None:
         self._storage, self._own, self._unique_id, self._save_id = own.storage, own, unique_id, save_id
         self.ids = {save_id}
-        self.stuck, self.awaited = set[str](), set[str]()
+        self.stuck, self.awaited, self.why_stuck = set[str](), set[str](), ""
 
     def all(self) -> dict[str, _Other]:
         """All of them, by name."""
@@ -129,9 +130,10 @@ class OtherClaims:
                 others.append(name)
         hindering = [name for name in others if name in self.stuck]
         if hindering and (self.stuck | self.awaited).issuperset(others):
+            what = f"cannot be taken over, for {self.why_stuck}" if self.why_stuck else "cannot be read or removed here"
             raise StuckClaimError(
-                f"{self._storage.location} has the claim of a dead save, {hindering[0]}, which cannot be read or "
-                "removed here: if nobody is at work there, remove that file"
+                f"{self._storage.location} has the claim of a dead save, {hindering[0]}, which {what}: if nobody is at "
+                "work there, remove that file"
             )
         if others:
             raise CheckpointError(f"{self._storage.location} is being saved to, as {others[0]} says; {EXPIRY}")

@@ -287,6 +287,31 @@ def test_a_dead_claim_that_may_not_be_read_is_left_with_what_it_says_to_whoever_
     check_holds(tmp_path, {1: 2, 5: 4, 6: 5})
 
 
+@pytest.mark.parametrize("unique_id", [2, 7])
+def test_a_dead_claim_beside_a_damaged_metadata_is_not_taken_for_a_save_that_goes_on(
+    tmp_path: Path, unique_id: int
+) -> None:
+    """Nobody can take it over until the `.metadata` is made again, and to wait would be of no use."""
+    for number in (1, 2):
+        save_alone(state(number), tmp_path, number)
+    (tmp_path / "2.metadata").write_bytes(b"rubbish")
+    claim = tmp_path / f"{unique_id}.{STUCK}.claim"
+    claim.write_text(json.dumps({"save": STUCK, "replaces": None, "removes": []}))
+    age(claim)
+    with pytest.raises(CheckpointError, match=r"it is not known which files checkpoint 2 needs: .*2\.metadata is no"):
+        delete(LocalStorage(tmp_path), 1)
+    if unique_id == 2:
+        with pytest.raises(
+            CheckpointError, match=rf"the claim of a dead save, {claim.name}, .*2\.metadata is no"
+        ) as error:
+            rebuild_metadata(tmp_path)
+        assert str(error.value).endswith("if nobody is at work there, remove that file")
+        claim.unlink()
+    rebuild_metadata(tmp_path)
+    save_alone(state(3), tmp_path, 3)
+    check_holds(tmp_path, {1: 1, 2: 2, 3: 3})
+
+
 def test_claims_may_be_read_whatever_the_umask_is(tmp_path: Path) -> None:
     modes: dict[str, int] = {}
 
