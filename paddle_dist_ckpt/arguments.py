@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["as_integer", "as_number", "checked", "checked_timeout", "refuse_unused", "takes"]
+__all__ = ["as_integer", "as_number", "checked", "checked_integer", "checked_timeout", "refuse_unused", "takes"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -23,6 +23,18 @@ def as_integer(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
+
+
+def checked_integer(name: str, value: Any) -> int:
+    """An integer of some kind, as Python's int.
+
+    Raises:
+        TypeError: it is none.
+    """
+    number = as_integer(value)
+    if number is None:
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    return number
 
 
 def as_number(value: Any) -> float | None:

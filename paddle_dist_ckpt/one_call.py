@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .arguments import as_integer
+from .arguments import checked_integer
 from .errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
 from .files.metadata import Metadata
 from .folder.catalogs import foreign_ids
@@ -339,9 +339,7 @@ def _checked_others(others: Any) -> dict[Any, Any]:
 
 def _checked_threads(nthreads: int) -> int:
     """How many threads read, this one included."""
-    number = as_integer(nthreads)
-    if number is None:
-        raise TypeError(f"nthreads must be an integer, not {nthreads!r}")
+    number = checked_integer("nthreads", nthreads)
     if number < 0:
         raise ValueError(f"nthreads must not be negative, but is {nthreads}")
     return max(1, number)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .recipes import Concat, Recipe, Source, SplitPart, integer
+from .arguments import checked_integer
+from .recipes import Concat, Recipe, Source, SplitPart
 
 __all__ = ["concat", "split", "stack", "stored"]
 
@@ -54,7 +55,7 @@ def concat(*parts: Recipe | Sequence[Recipe], axis: int = 0) -> Recipe:
     given = _given(parts)
     if not given:
         raise ValueError("concat needs a part")
-    return Concat(given, integer("axis", axis))
+    return Concat(given, checked_integer("axis", axis))
 
 
 def stack(*parts: Recipe | Sequence[Recipe], axis: int = 0) -> Recipe:
@@ -95,7 +96,7 @@ def split(recipe: Recipe, count: int, axis: int = 0) -> tuple[Recipe, ...]:
         6.0
     """
     _recipe(recipe)
-    parts, axis = integer("count", count), integer("axis", axis)
+    parts, axis = checked_integer("count", count), checked_integer("axis", axis)
     if parts < 1:
         raise ValueError(f"split into {parts} parts")
     return tuple(SplitPart(recipe, parts, axis, i) for i in range(parts))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from types import EllipsisType
 from typing import Any, TypeVar
 
-from .arguments import as_integer
+from .arguments import as_integer, checked_integer
 
 __all__ = [
     "Cast",
@@ -30,7 +30,6 @@ __all__ = [
     "dtype_name",
     "filled",
     "fold",
-    "integer",
     "placeholders",
     "stored_keys",
     "text_of",
@@ -100,7 +99,7 @@ class Recipe:
             TypeError, ValueError: these are not all numbers of axes, each once.
         """
         given = axes[0] if len(axes) == 1 and isinstance(axes[0], (list, tuple)) else axes
-        order = tuple(integer("an axis", axis) for axis in given)
+        order = tuple(checked_integer("an axis", axis) for axis in given)
         counted = tuple(axis + len(order) if axis < 0 else axis for axis in order)
         if sorted(counted) != list(range(len(order))):
             raise ValueError(f"permute{order}: each axis is due once, from 0 to {len(order) - 1}")
@@ -124,7 +123,7 @@ class Recipe:
         Raises:
             TypeError: ``axis`` is not an integer.
         """
-        return Squeezed(self, integer("axis", axis))
+        return Squeezed(self, checked_integer("axis", axis))
 
     def unsqueeze(self, axis: int) -> Recipe:
         """The same with one more axis, of one element, which becomes the result's axis of this number. A negative one
@@ -133,7 +132,7 @@ class Recipe:
         Raises:
             TypeError: ``axis`` is not an integer.
         """
-        return Unsqueezed(self, integer("axis", axis))
+        return Unsqueezed(self, checked_integer("axis", axis))
 
     def __getitem__(self, index: _Index | tuple[_Index, ...]) -> Recipe:
         """A part of it, by a slice without a step for each of the first dimensions, and, behind ``...``, of the last.
@@ -341,14 +340,6 @@ def _nodes(recipe: Recipe) -> Iterator[Recipe]:
         if not level:
             return
     raise ValueError(f"a recipe has more than {_MOST_NESTED} operations within each other; concat takes many parts")
-
-
-def integer(name: str, value: object) -> int:
-    """An integer of whatever type."""
-    number = as_integer(value)
-    if number is None:
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    return number
 
 
 def _bounds(item: _Index) -> tuple[int | None, int | None]:

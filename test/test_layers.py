@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": {"visible"},
     "arguments": set(),
     "recipes": {"arguments"},
-    "recipe_calls": {"recipes"},
+    "recipe_calls": {"arguments", "recipes"},
     "options": {"arguments", "recipes"},
     "reports": set(),
     "version": set(),
