@@ -93,16 +93,6 @@ def test_arrays_are_not_recognised() -> None:
     assert PaddleAdapter(0).identity([np.ones(3)], [0]) is None
 
 
-def test_tensors_that_are_alike_share_a_geometry() -> None:
-    adapter = PaddleAdapter(0)
-    a, b, c = (adapter.view(value, "/t") for value in tensors())
-    assert a.geometry is b.geometry
-    assert a.addresses != b.addresses
-    assert c.geometry is not a.geometry
-    assert adapter.view(paddle.ones([4, 3]).t(), "/t").geometry is not a.geometry
-    assert adapter.view(paddle.ones([3, 4], "int32"), "/t").geometry is not a.geometry
-
-
 def test_other_strides_at_the_same_place_are_noticed() -> None:
     base = paddle.arange(16, dtype="float32")
     value = paddle.as_strided(base, [2, 2], [4, 1])

@@ -303,23 +303,25 @@ def no_space(*_: Any) -> Any:
     raise OSError(28, "No space left on device")
 
 
-def replaced_after(name: str, saves: list[Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the checkpoint replaced after a part of a load, as often as there are saves."""
+def replaced(name: str, saves: list[Callable[[], Any]], monkeypatch: pytest.MonkeyPatch, before: bool = False) -> None:
+    """Have the checkpoint replaced after a part of a load, or before it, as often as there are saves."""
     real = getattr(one_call, name)
 
-    def then_replaced(*args: Any) -> Any:
+    def with_a_save(*args: Any) -> Any:
+        if before and saves:
+            saves.pop()()
         result = real(*args)
-        if saves:
+        if not before and saves:
             saves.pop()()
         return result
 
-    monkeypatch.setattr(one_call, name, then_replaced)
+    monkeypatch.setattr(one_call, name, with_a_save)
 
 
 @pytest.mark.parametrize("part", ["_fill", "_load_others"])
 def test_all_that_is_loaded_is_of_one_save(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, linear(1.0), others={"number": 1, "only once": 1})
-    replaced_after(part, [lambda: save(tmp_path, linear(2.0), others={"number": 2})], monkeypatch)
+    replaced(part, [lambda: save(tmp_path, linear(2.0), others={"number": 2})], monkeypatch)
     target = linear()
     state = load(tmp_path, target)
     assert (target.bias.tolist(), state["number"], set(state)) == ([2.0, 2.0], 2, {"model", "number"})
@@ -327,7 +329,7 @@ def test_all_that_is_loaded_is_of_one_save(tmp_path: Path, part: str, monkeypatc
 
 def test_a_checkpoint_that_never_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, linear(1.0))
-    replaced_after("_fill", [lambda: save(tmp_path, linear(2.0))] * 4, monkeypatch)
+    replaced("_fill", [lambda: save(tmp_path, linear(2.0))] * 4, monkeypatch)
     with pytest.raises(CheckpointError, match="replaced 4 times"):
         load(tmp_path, linear())
 
@@ -481,15 +483,7 @@ def test_a_damaged_checkpoint_is_told_as_such_and_one_that_is_replaced_meanwhile
     with pytest.raises(CheckpointCorruptedError, match="text: the checksum of"):
         load(tmp_path, linear())
     file.write_bytes(good)
-    fill, replaced = one_call._fill, list[bool]()
-
-    def replace_first(*arguments: Any) -> None:
-        if not replaced:
-            replaced.append(True)
-            save(tmp_path, linear(2.0), others={"text": "new"})
-        fill(*arguments)
-
-    monkeypatch.setattr(one_call, "_fill", replace_first)
+    replaced("_fill", [lambda: save(tmp_path, linear(2.0), others={"text": "new"})], monkeypatch, before=True)
     model = linear()
     state = load(tmp_path, model)
     assert (state["text"], model.weight.numpy().min()) == ("new", 2.0)
@@ -499,15 +493,7 @@ def test_what_is_gone_since_the_checkpoint_was_replaced_is_not_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, linear(1.0), others={"text": "v" * 6000})
-    read, replaced = one_call._load_others, list[bool]()
-
-    def replace_first(*arguments: Any) -> Any:
-        if not replaced:
-            replaced.append(True)
-            save(tmp_path, linear(2.0), others={"note": "new"})
-        return read(*arguments)
-
-    monkeypatch.setattr(one_call, "_load_others", replace_first)
+    replaced("_load_others", [lambda: save(tmp_path, linear(2.0), others={"note": "new"})], monkeypatch, before=True)
     model = linear()
     state = load(tmp_path, model)
     assert ("text" in state, state["note"], model.weight.numpy().min()) == (False, "new", 2.0)
