@@ -61,9 +61,9 @@ class After:
         catch_up: Called on every rank before anything is planned, if one is behind; it may use the session as well.
     """
 
-    follow: Callable[[ControlSession], None]
-    is_behind: Callable[[], bool]
-    catch_up: Callable[[ControlSession], None]
+    follow: Callable[[ControlSession], None] = lambda session: None
+    is_behind: Callable[[], bool] = lambda: False
+    catch_up: Callable[[ControlSession], None] = lambda session: None
 
 
 def save(
@@ -86,17 +86,17 @@ def save(
         in_background: Whether to return when what is to be written has been copied.
         after: What else to do in the session, if anything.
     """
-    saving = _Saving(context, options, opened, in_background)
-    state, order = saving.plan(state_dict, unique_id, after)
-    files = saving.prepare(state, order, in_background)
+    saving = _Saving(context, options, opened, in_background, after)
+    state, order = saving.plan(state_dict, unique_id)
+    files = saving.prepare(state, order)
     if not in_background:
-        return saving.finish(files, after)  # from the memory of ``state``, which stays alive meanwhile
+        return saving.finish(files)  # from the memory of ``state``, which stays alive meanwhile
     rest = ExitStack()
 
     def finish() -> SaveReport:
         context.ticket.thread = threading.get_ident()
         with rest:
-            return saving.finish(files, after)
+            return saving.finish(files)
 
     pending = AsyncSave(context.storage.location, finish)
     try:
@@ -117,8 +117,11 @@ def save(
 class _Saving:
     """The steps of one save on one rank, each of which takes what the one before has made; ``ending`` ends it all."""
 
-    def __init__(self, context: SaveContext, options: SaveOptions, ending: ExitStack, in_background: bool) -> None:
+    def __init__(
+        self, context: SaveContext, options: SaveOptions, ending: ExitStack, in_background: bool, after: After | None
+    ) -> None:
         self._context, self._options, self._ending = context, options, ending
+        self._in_background, self._after = in_background, after or After()
         is_coordinator = context.is_coordinator
         self._coordinator = SaveCoordinator(context, options, ending, in_background) if is_coordinator else None
         self._watch = Stopwatch()
@@ -128,16 +131,14 @@ class _Saving:
     ) -> bytes:
         return self._context.session.gather_scatter(name, local, only_on(self._coordinator, answer))
 
-    def plan(
-        self, state_dict: dict[Any, Any], unique_id: int | None, after: After | None
-    ) -> tuple[LocalState, PlanAnswer]:
+    def plan(self, state_dict: dict[Any, Any], unique_id: int | None) -> tuple[LocalState, PlanAnswer]:
         """Round ``plan``, and ``describe`` if the coordinator asks for it: what this rank has, and what it is to do."""
         context, described, failures = self._context, list[LocalState](), list[Exception]()
 
         def begin() -> bytes:
             may_wait = self._options.when_busy == "wait"
             self._ending.enter_context(context.memory.take_turn(context.ticket, may_wait, context.session.check))
-            is_behind = after is not None and after.is_behind()
+            is_behind = self._after.is_behind()
             try:  # on all ranks, behind or not: an object's state_dict() may wait for the others' in a collective
                 described.append(describe(state_dict, context.adapter, context.session.rank, context.memory.known))
             except Exception as error:
@@ -157,8 +158,7 @@ class _Saving:
                     context.memory.last = None
                 raise
             if answer == CATCH_UP:
-                if after is not None:
-                    after.catch_up(context.session)
+                self._after.catch_up(context.session)
                 answer = self._round("plan", request, SaveCoordinator.plan)
             (state,) = described
             if not answer:
@@ -207,15 +207,15 @@ class _Saving:
             check_replicas=self._options.check_replicas,
         )
 
-    def prepare(self, state: LocalState, order: PlanAnswer, in_background: bool) -> RankFiles:
+    def prepare(self, state: LocalState, order: PlanAnswer) -> RankFiles:
         """This rank's files, ready to be written; in the background, from copies."""
-        with self._watch.phase("snapshot" if in_background else "write"):
-            files = RankFiles(self._context, self._options, order, in_background, self._watch.seconds)
+        with self._watch.phase("snapshot" if self._in_background else "write"):
+            files = RankFiles(self._context, self._options, order, self._in_background, self._watch.seconds)
             self._ending.enter_context(files)
             files.prepare(state)
             return files
 
-    def finish(self, files: RankFiles, after: After | None) -> SaveReport:
+    def finish(self, files: RankFiles) -> SaveReport:
         """Write, commit, clean up, report."""
         context = self._context
         result = self._write_and_commit(files)
@@ -223,15 +223,14 @@ class _Saving:
         report = self._report(result, files)
         level = logging.INFO if context.is_coordinator else logging.DEBUG
         with suppress(Exception):  # it is committed, and a handler of the log may raise what it likes
-            if after is not None:
-                self._follow(after)
+            self._follow()
             _logger.log(level, "%s", saved_line(report))
         return report
 
-    def _follow(self, after: After) -> None:
+    def _follow(self) -> None:
         """Do what is to be done after the commit, which nothing that is raised there undoes."""
         try:
-            after.follow(self._context.session)
+            self._after.follow(self._context.session)
         except Exception as error:
             location = self._context.storage.location
             _logger.warning("%s: saved, but not all that follows a save was done: %s", location, error)
