@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from ..folder.checkpoint import read_checkpoint
 from ..folder.ids import committed_ids, metadata_ids
 from ..folder.nothing import managers_text
 from ..folder.selection import Selection, unread
+from ..manager.retention import Metrics
+from ..manager.steps import Steps, step_folder
 from ..storage import Folders, LocalStorage, local_path
 from ..storage.base import Storage
 from ..tree.values import from_jsonable
@@ -237,14 +239,12 @@ def steps_facts(path: str) -> StepsFacts | None:
     root = Path(local_path(path))
     if not root.is_dir() or not any(child.name.startswith("step-") for child in root.iterdir()):
         return None
-    from ..manager.steps import Steps, step_folder
-
     found, opened = Steps(root), Folders()
     folders = found.folders(opened)
     if not folders or any(name.endswith(".metadata") for name in LocalStorage(root).names()):
         return None
     found.look(opened)
-    steps = list(_steps(root, found.metrics, step_folder))
+    steps = list(_steps(root, found.metrics))
     committed = {fact.step for fact in steps}
     lowest, highest = dict[str, tuple[float, int]](), dict[str, tuple[float, int]]()  # of equals the later step
     for fact in steps:
@@ -280,10 +280,10 @@ def no_steps_text(path: str) -> str:
     return f"{root} holds a checkpoint itself, and is no folder of steps"
 
 
-def _steps(root: Path, metrics: Any, folder_of: Any) -> Iterable[StepFacts]:
+def _steps(root: Path, metrics: Mapping[int, Metrics]) -> Iterator[StepFacts]:
     for step, found in sorted(metrics.items()):
         try:
-            metadata = read_checkpoint(LocalStorage(folder_of(root, step)), step)
+            metadata = read_checkpoint(LocalStorage(step_folder(root, step)), step)
         except CheckpointError:  # removed meanwhile
             continue
         size = sum(info.size for info in metadata.files)

@@ -78,7 +78,7 @@ class PaddleReader:
             raise CheckpointCorruptedError(f"{name}: it is not as Paddle writes it ({str(error)[:200]})") from error
         ranks = [int(file.partition("_")[0]) for file in data]
         assembly = Assembly(storage, names, budget)
-        described.add_to(assembly, storage, budget)
+        described.add_to(assembly, storage)
         return assembly.catalog(self.format, unique_id, 1 + max(ranks))
 
 
@@ -160,7 +160,7 @@ class _Described:
         if shard.get("dtype") is not None:
             self._types[key] = _checked(shard.get("dtype"), str)
 
-    def add_to(self, assembly: Assembly, storage: Storage, budget: Budget) -> None:
+    def add_to(self, assembly: Assembly, storage: Storage) -> None:
         """Look up all that is described in the data files."""
         files: dict[int, Mapping[str, _Stored]] = {}
         used: set[int] = set()  # files that have something of what is said of them
@@ -174,7 +174,7 @@ class _Described:
             for shard, file in self._places.get(key, ()):
                 number = assembly.file(file, where)
                 if number not in files:
-                    files[number] = _stored(storage, assembly.files[number].name, budget)
+                    files[number] = _stored(storage, assembly.files[number].name, self._budget)
                 if number in shard_of:
                     if shard_of[number] != shard:
                         raise CheckpointCorruptedError(f"{where} has one place in two parts of it, in {shown(file)}")

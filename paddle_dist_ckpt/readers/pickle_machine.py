@@ -180,7 +180,7 @@ class Machine:
 
     def keep(self, index: int) -> None:
         memo = self.memo
-        if index >= len(memo):
+        if not 0 <= index < len(memo):
             if not 0 <= index <= self.window.taken:
                 raise ValueError(f"place {index} in the memo")
             # Who writes pickles counts up by one. A place far ahead costs what it takes to have those before it.

@@ -217,6 +217,7 @@ HOSTILE = {
     "memo out of range": b"\x80\x02Nr\xff\xff\xff\xff.",
     "memo not there": b"\x80\x02h\x05.",
     "memo negative": b"Np0\ng-1\n.",
+    "memo negative, where there is something": b"Np0\n0I5\np-1\n0g0\n.",
     "memo gap": b"\x80\x02Nq\x030h\x02.",
     "memo gap, before much else": b"\x80\x02Nq\x030h\x02." + bytes(9),
     "memo gap, by a long number, before much else": b"\x80\x02Nq\x030j\x02\x00\x00\x00." + bytes(9),
