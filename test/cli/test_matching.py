@@ -13,7 +13,7 @@ from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
 from paddle_dist_ckpt.storage import LocalStorage
 from test.jobs import save_alone
 
-MANY = 10_000
+MANY = 3_000
 
 
 def held(path: Path, prefix: str | None = None) -> Held:
