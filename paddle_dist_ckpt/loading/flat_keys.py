@@ -47,7 +47,7 @@ class FlatKeys:
         """The same for values and objects, of which nothing is stored at these paths and below: also what has such a
         key and others below it, and the places in a list that is stored as one value."""
         found, taken = self.found([*wanted], asked), {*asked, *containers_of(asked)}
-        counts = Counter(map(_key, asked))
+        counts = Counter(map(nested_key, asked))
         for path in wanted:
             if path in found or counts[_key(path)] > 1:
                 continue
