@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,19 +48,8 @@ def collect(
         raise StateDictMismatchError("\n".join(["no checkpoint has such keys:", *each_visible(wrong)]), wrong)
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}  # they take any values
     as_named = options.key_map is None and not options.recipes  # and others than this rank may have statements
-    as_stored = as_named and arranger is None
-    keys, inside = ({}, {}) if as_stored else _flat_keys(leaves, objects, free)
-    made, moved, skipped = Matching(), dict[str, str](), set[str]()
-    if not as_stored:
-        targets = (path for path in leaves.tensor_paths if not free or owner_of(path, objects) not in free)
-        made = match_recipes(options.recipes or {}, {path: keys[path] for path in targets})
-        moved, skipped = key_map.apply(options.key_map, {p: key for p, key in keys.items() if p not in made.recipes})
-        # Of these objects, others than those that take any values, there may be stored what they do not have.
-        left_whole = key_map.left_whole(options.key_map, {path: plain_key(path) for path in objects})
-        skipped.update(set(left_whole) - containers_of(made.recipes))
-    matched = key_map.matched(options.key_map, keys.values())
-    entries = {key: (keys[one], None if one in skipped else moved.get(one, keys[one])) for key, one in inside.items()}
-    matched |= dict.fromkeys(key_map.unheard(options.key_map, entries), False)
+    told = _Told() if as_named and arranger is None else _find_told(leaves, objects, free, options)
+    skipped = told.skipped
     tensors, spared = LocalTensors(), LocalTensors()
     asked, values = _to_fill(leaves, skipped, objects, free)
     refused = tensors.look_at(asked, values, adapter)
@@ -69,14 +59,14 @@ def collect(
     if arranger is not None:
         corners = {path: arranger.corner(value) for path, value in zip(asked, values, strict=True)}
         for path, number in zip(tensors.paths, tensors.geometry, strict=True):
-            records[path] = _record(keys[path], tensors.geometries[number], corners[path])
+            records[path] = _record(told.keys[path], tensors.geometries[number], corners[path])
     wanted = WantedState(
         tensors=tensors,
         values=_present_values(leaves, objects, skipped),
         problems=[Mismatch(plain_key(path), text) for path, text in refused.items()],
-        moved=moved,
+        moved=told.moved,
         skipped=skipped,
-        made=made,
+        made=told.made,
         has_objects=bool(objects),
         own=_own_values(leaves),
         repeated=leaves.repeated,
@@ -92,18 +82,18 @@ def collect(
         values=wanted.values,
         names=tensors.names,
         others=_others(leaves, tensors, skipped, adapter),
-        moved=moved,
-        made=[path for path in tensors.paths if path in made.recipes],
-        sources=made.sources,
+        moved=told.moved,
+        made=[path for path in tensors.paths if path in told.made.recipes],
+        sources=told.made.sources,
         instead=_instead(wanted, spared),
         records=records,
         kept=list(leaves.kept),
         tied=tensors.tied(),
-        frozen=_frozen(leaves, adapter, options, {*moved, *skipped}) if thaws else [],
+        frozen=_frozen(leaves, adapter, options, {*told.moved, *skipped}) if thaws else [],
         spared=sorted(skipped) if "object" in wanted.values.values() else [],
         rules="" if arranger is None else arranger.rules,
-        patterns=made.patterns,
-        key_map=matched,
+        patterns=told.made.patterns,
+        key_map=told.matched,
         complete=_complete(objects, adapter) if as_named and (arranger is None or arranger.idles) else [],
     )
     return wanted, said
@@ -114,18 +104,50 @@ def _complete(objects: Mapping[str, OpenedObject], adapter: Adapter) -> list[str
     return [plain_key(path) for path, one in objects.items() if adapter.is_defined_by_user(one.value)]
 
 
+@dataclass(slots=True)
+class _Told:
+    """What options say of the entries of a state_dict; without such options nothing.
+
+    Attributes:
+        keys: The flat key of each path by which the options know it.
+        made, moved, skipped: See :class:`.wanted.WantedState`.
+        matched: See :attr:`.messages.WantedPaths.key_map`.
+    """
+
+    keys: dict[str, str] = field(default_factory=dict)
+    made: Matching = field(default_factory=Matching)
+    moved: dict[str, str] = field(default_factory=dict)
+    skipped: set[str] = field(default_factory=set)
+    matched: dict[str, bool] = field(default_factory=dict)
+
+
+def _find_told(leaves: Leaves, objects: Mapping[str, OpenedObject], free: Set[str], options: LoadOptions) -> _Told:
+    """Find out what the recipes and the key_map say."""
+    keys, inside = _flat_keys(leaves, objects, free)
+    targets = (path for path in leaves.tensor_paths if not free or owner_of(path, objects) not in free)
+    made = match_recipes(options.recipes or {}, {path: keys[path] for path in targets})
+    moved, skipped = key_map.apply(options.key_map, {p: key for p, key in keys.items() if p not in made.recipes})
+    # Of these objects, others than those that take any values, there may be stored what they do not have.
+    left_whole = key_map.left_whole(options.key_map, {path: plain_key(path) for path in objects})
+    skipped.update(set(left_whole) - containers_of(made.recipes))
+    matched = key_map.matched(options.key_map, keys.values())
+    entries = {key: (keys[one], None if one in skipped else moved.get(one, keys[one])) for key, one in inside.items()}
+    matched |= dict.fromkeys(key_map.unheard(options.key_map, entries), False)
+    return _Told(keys, made, moved, skipped, matched)
+
+
 def keys_of_own(leaves: Leaves, said: key_map.KeyMap | None) -> list[str]:
     """The flat keys under which what this rank has of its own is stored, but for what the key_map leaves as it is."""
     objects = {opened.path: opened for opened in leaves.objects}
-    told: dict[str, str] = {}  # with which key it goes, see _flat_keys
+    goes_with: dict[str, str] = {}  # with which path's key, see _flat_keys
     for path in _own_values(leaves):
         owner = owner_of(path, objects)
-        told[path] = owner if owner is not None and objects[owner].kind is ObjectKind.FREE else path
-    keys = {one: plain_key(one) for one in told.values()}
+        goes_with[path] = owner if owner is not None and objects[owner].kind is ObjectKind.FREE else path
+    keys = {one: plain_key(one) for one in goes_with.values()}
     moved, skipped = key_map.apply(said, keys)
     return [
         moved.get(one, keys[one]) + plain_key(path)[len(keys[one]) :]
-        for path, one in told.items()
+        for path, one in goes_with.items()
         if one not in skipped
     ]
 

@@ -49,7 +49,7 @@ class FlatKeys:
         found, taken = self.found([*wanted], asked), {*asked, *containers_of(asked)}
         counts = Counter(map(nested_key, asked))
         for path in wanted:
-            if path in found or counts[_key(path)] > 1:
+            if path in found or counts[nested_key(path)] > 1:
                 continue
             at, rest = self._containers.get(nested_key(path)), ""
             if at is None and (list_at := _IN_LIST.search(path)):
