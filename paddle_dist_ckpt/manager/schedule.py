@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ..core.protocols import Appointments, ControlHub
 
@@ -50,10 +51,13 @@ class Schedule:
         self._passed_on = self._served
         self.stopping = False
 
-    @property
-    def is_for_all(self) -> bool:
-        """Whether every step is due, so that each rank knows that the others save."""
-        return self._interval_steps == 1
+    def is_multiple(self, step: Any) -> bool:
+        """Whether a step is due by its number; of what may be none, as far as it is a number at all. Each rank knows then
+        that the others save."""
+        try:
+            return self._interval_steps is not None and int(step) % self._interval_steps == 0
+        except Exception:  # whatever such things raise
+            return self._interval_steps == 1
 
     def is_due(self, step: int) -> bool:
         """Whether to save at this step: of time and requests, true once for each decision; the same on every rank.
@@ -68,8 +72,7 @@ class Schedule:
         """
         if self._decided is None or self._decided[0] != step:
             timed = self._interval_seconds is not None and self._is_time(step, self._interval_seconds)
-            is_multiple = self._interval_steps is not None and step % self._interval_steps == 0
-            self._decided = (step, self._is_stop(step) or timed or is_multiple)
+            self._decided = (step, self._is_stop(step) or timed or self.is_multiple(step))
         return self._decided[1]
 
     def _is_time(self, step: int, interval: float) -> bool:

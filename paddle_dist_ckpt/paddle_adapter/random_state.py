@@ -42,6 +42,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     if not isinstance(state, dict) or {*state, "device"} != _PARTS:  # earlier versions did not say which device it was
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"not a state of random generators: a dict with {sorted(_PARTS)} is due, not {found}")
+    _check_device(state.get("device"), state["paddle"])
     by_device = _restored(state["paddle"], {kind: _states(kind) for kind in _kinds()}, state.get("device"), "Paddle")
     tracked = _restored(state["fleet"], _tracked(), state.get("device"), "fleet's tracker")
     _set_python_and_numpy(state["python"], state["numpy"])
@@ -49,6 +50,14 @@ def set_rng_state(state: dict[str, Any]) -> None:
         _set_states(kind, states)
     if tracked:
         _tracker().set_states_tracker(tracked)
+
+
+def _check_device(device: Any, by_kind: Any) -> None:
+    """Refuse a number of the device in use that none of the devices has whose states are there."""
+    states = [one for kind, one in by_kind.items() if kind != "cpu"] if isinstance(by_kind, dict) else []
+    count = max([1, *(len(one) for one in states if isinstance(one, (list, tuple)))])
+    if device is not None and (type(device) is not int or not 0 <= device < count):
+        raise ValueError(f"not a state of random generators: the device in use is one of {count}, not {device!r:.50}")
 
 
 def _set_python_and_numpy(for_python: Any, for_numpy: Any) -> None:

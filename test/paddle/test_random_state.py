@@ -143,10 +143,12 @@ def test_every_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {kind: len(found) for kind, found in state["paddle"].items()} == {"cpu": 1, "npu": 3}
     set_rng_state(state)
     assert calls == [3]
-    count[0] = 2
-    for device in (None, 3, -1):  # earlier versions did not store it
-        with pytest.raises(ValueError, match="Paddle, npu: 2 generators are due, not 3"):
+    for device in (3, -1, "npu:1", True, 1.0):
+        with pytest.raises(ValueError, match=r"the device in use is one of 3, not "):
             set_rng_state({**state, "device": device})
+    count[0] = 2
+    with pytest.raises(ValueError, match="Paddle, npu: 2 generators are due, not 3"):
+        set_rng_state({**state, "device": None})  # earlier versions did not store it
     monkeypatch.setattr(paddle, "get_device", lambda: "cpu")
     with pytest.raises(ValueError, match=r"generators \['cpu', 'npu'\], but this process has \['cpu'\]"):
         set_rng_state(state)
