@@ -43,12 +43,14 @@ class NewLeaves(Holder):
         add: Adds the leaves; called again if the load starts again.
 
     Attributes:
-        found: What was loaded, by path: tensors, arrays and values.
+        found: The tensors, arrays and values, by path, when all is loaded.
+        left: The paths of those among them of which nothing was.
     """
 
     def __init__(self, add: Callable[[Leaves], None]) -> None:
         self._add, self._leaves = add, Leaves()
         self.found: dict[str, Any] = {}
+        self.left: Container[str] = ()
 
     def scan(self) -> Leaves:
         self._leaves = Leaves()  # those of the try before are free now
@@ -56,8 +58,8 @@ class NewLeaves(Holder):
         return self._leaves
 
     def restore(self, values: Mapping[str, Any], untouched: Container[str]) -> list[Mismatch]:
-        tensors = zip(self._leaves.tensor_paths, self._leaves.tensors, strict=True)
-        self.found = {path: value for path, value in (*values.items(), *tensors) if path not in untouched}
+        self.found = {**values, **dict(zip(self._leaves.tensor_paths, self._leaves.tensors, strict=True))}
+        self.left = untouched
         return []
 
 
@@ -93,11 +95,11 @@ def load_merged(
         report = LeavesLoad(holder, context, unique_id, lambda _: metadata).run()
     for reason in report.skipped:  # memory that nothing was read to
         _logger.warning("left out: %s", reason)
-    found = holder.found
+    found, left = holder.found, holder.left
     if flat:
         pairs = zip(chosen.keys(metadata), chosen.paths, strict=True)
-        return {key: found[path] for key, path in pairs if path in found}
-    tree: dict[Any, Any] = build_tree((place, found[path]) for path, place in chosen.paths.items() if path in found)
+        return {key: found[path] for key, path in pairs if path not in left}
+    tree: dict[Any, Any] = build_tree((place, found[path]) for path, place in chosen.paths.items() if path not in left)
     return tree
 
 
