@@ -61,11 +61,7 @@ _COUNTED = re.compile(r"(shard-[0-9]+-)?(.*)-([0-9]{1,9})-of-([0-9]{1,9})(.*)\.s
 _OF_RANKS = ("optimizer", "master_weights")  # kinds of which ranks may have saved what they had, under one key
 _MOST_NAMED = 5  # files in a message
 _KIND = re.compile(r"(optimizer|master_weights|peft_model)[-.].*")
-_OWN = re.compile(
-    r"[0-9]+_[0-9]+\.[0-9a-f]{16}\.[0-9]+\.safetensors"
-)  # a data file of this library, without its `.metadata`
-
-
+_OWN = re.compile(r"[0-9]+_[0-9]+\.[0-9a-f]{16}\.[0-9]+\.safetensors")  # of this library, without its `.metadata`
 _CONFIG = "config.json"
 _OFFSETS = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's: where each entry begins in its tensor, as JSON
 

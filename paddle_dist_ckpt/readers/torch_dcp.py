@@ -235,7 +235,7 @@ class _DCPContents:
         self._assembly = Assembly(storage, names, budget)
         self._parts: dict[str, list[ArrayPart]] = {key: [] for key in description.tensors}
         self._checksums: dict[StoredChecksum, None] = {}
-        self._saved = SavedReader(budget)
+        self._saved = SavedReader()
         self._refused = dict(description.refused)  # keys of which something cannot be read, with the reason
 
     def add(self, file: AheadFile, item: _Item) -> None:

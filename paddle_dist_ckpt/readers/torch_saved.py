@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from ..core.dtypes import DTYPES, DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..tree.paths import Part
-from .budget import Budget
 from .checks import AtPath, check_shape, shown, text_of
 from .orders import LyingArray, dense_axes
 from .pickled_tree import PickledLeaf, leaves
@@ -44,9 +43,8 @@ def torch_dtype(dtype: TorchDType, where: object) -> DType:
 class SavedReader:
     """Reads what many zips hold: makes plain values of their pickles, and finds where tensors' data lie."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self) -> None:
         self._known: dict[bytes, SavedTensor] = {}  # pickles of tensors, which are alike where tensors are
-        self._budget = budget
 
     def leaves(self, zip_file: TorchZip, path: tuple[Part, ...]) -> list[PickledLeaf]:
         """What was saved: a tensor, a value, or those of a dict, and of a list or a tuple that has tensors in it.
@@ -62,14 +60,13 @@ class SavedReader:
             CheckpointCorruptedError: the pickle, or where it says that tensors lie, is damaged.
             UnsupportedValueError: it holds what is not read, or tensors with gaps between their elements.
         """
-        pickle = zip_file.member("data.pkl")
+        pickle, file = zip_file.member("data.pkl"), zip_file.file
         zip_file.verify(pickle)
-        found = list(leaves(self._walked(zip_file, pickle, path), zip_file.file, SavedTensor, path))
+        found = list(leaves(self._walked(zip_file, pickle, path), file, SavedTensor, path))
         for i, leaf in enumerate(found):
             if type(leaf.value) is SavedTensor:
-                self._budget.spend(_STEPS_OF_TENSOR, zip_file.file.name)
-                placed = _placed(AtPath(zip_file.file.name, leaf.path), leaf.value, zip_file)
-                found[i] = leaf._replace(value=placed)
+                file.budget.spend(_STEPS_OF_TENSOR, file.name)
+                found[i] = leaf._replace(value=_placed(AtPath(file.name, leaf.path), leaf.value, zip_file))
         return found
 
     def _walked(self, zip_file: TorchZip, pickle: ZipMember, path: tuple[Part, ...]) -> Any:
