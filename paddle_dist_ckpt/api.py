@@ -115,7 +115,7 @@ def save_state_dict(
     """
     options, check = enter_with(options, SaveOptions)
     ranks = connected(process_group, coordinator_rank, options)
-    find = paddles(ranks, state_dict, check=check, of_any_mode=True)
+    find = paddles(ranks, state_dict, check=check)
     return save_with(ranks, find, path, unique_id, async_save, options)
 
 

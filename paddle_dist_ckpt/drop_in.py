@@ -188,7 +188,7 @@ class _DropIn:
         _log_without_effect("save_state_dict", safetensors=safetensors, save_replicas=save_replicas)
         options, replace = self.save_options, self.replace_newest
         ranks = connected(process_group, coordinator_rank, options)
-        find = paddles(ranks, state_dict, of_any_mode=True)
+        find = paddles(ranks, state_dict)
         saved = save_with(ranks, find, path, unique_id, async_save, options, replace_newest=replace)
         if isinstance(saved, AsyncSave):
             self.saves.add(saved)

@@ -85,7 +85,7 @@ def save(
 
     def find() -> tuple[dict[Any, Any], Adapter]:
         state = {"model": arguments.layers(model), **_objects(None, optimizer)}
-        return paddles(ranks, {**state, **_checked_others(others)}, of_any_mode=True)()
+        return paddles(ranks, {**state, **_checked_others(others)})()
 
     report = save_with(ranks, find, path, _UNIQUE_ID, False, options, kind="save")
     assert isinstance(report, SaveReport)

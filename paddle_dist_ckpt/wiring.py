@@ -93,11 +93,10 @@ def paddles(
     state_dict: dict[Any, Any],
     staging_bytes: int | None = None,
     check: Callable[[], object] = lambda: None,
-    of_any_mode: bool = False,
 ) -> Find:
-    """Finds a state_dict of Paddle's tensors. Given the staging memory of a load, those on a device are cut for it.
+    """Finds a state_dict of Paddle's tensors: to be saved, or given the staging memory of a load, to be filled.
 
-    ``check`` raises what else is wrong with this rank's arguments; of ``of_any_mode`` see PaddleAdapter.
+    ``check`` raises what else is wrong with this rank's arguments.
     """
     from .paddle_adapter import PaddleAdapter
 
@@ -105,7 +104,7 @@ def paddles(
 
     def find() -> tuple[dict[Any, Any], Adapter]:
         check()
-        return state_dict, PaddleAdapter(ranks.rank, piece, of_any_mode=of_any_mode)
+        return state_dict, PaddleAdapter(ranks.rank, piece)
 
     return find
 

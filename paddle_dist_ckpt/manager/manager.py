@@ -236,7 +236,7 @@ class CheckpointManager:
         except Exception as error:
             refuse(self._ranks, self._options, error, save_kind(self._async_save))
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
-        return paddles(self._ranks, state, check=self._steps.check_same, of_any_mode=True), options
+        return paddles(self._ranks, state, check=self._steps.check_same), options
 
     def _has_saved(self, step: int) -> None:
         self._steps.meet(step)

@@ -28,7 +28,7 @@ class Preparation:
             return
         try:
             ranks, bound = self._ranks, self._options.snapshot_bytes
-            self._nbytes = snapshot_bytes_of(paddles(ranks, state, of_any_mode=True), ranks.rank, ranks.count, bound)
+            self._nbytes = snapshot_bytes_of(paddles(ranks, state), ranks.rank, ranks.count, bound)
         except Exception as error:
             _logger.debug("no memory is made ready for a save: %s: %s", type(error).__name__, error)
 

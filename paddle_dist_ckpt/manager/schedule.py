@@ -52,8 +52,7 @@ class Schedule:
         self.stopping = False
 
     def is_multiple(self, step: Any) -> bool:
-        """Whether a step is due by its number; of what may be none, as far as it is a number at all. Each rank knows then
-        that the others save."""
+        """Whether a step is due by its number, and so on all ranks; of what may be none, as far as it is a number."""
         try:
             return self._interval_steps is not None and int(step) % self._interval_steps == 0
         except Exception:  # whatever such things raise

@@ -44,9 +44,9 @@ class PaddleAdapter:
 
     Args:
         rank: This process's global rank.
-        piece_bytes: Cut what is on a device in pieces of at most so many bytes; None does not cut.
+        piece_bytes: To fill tensors: cut what is on a device in pieces of at most so many bytes. None to save them:
+            nothing is cut, and a static-graph program's state is all that it has, and not only what it has in its mode.
         place: Where to make tensors, as Paddle names it; None for Paddle's current device.
-        of_any_mode: Whether a static-graph program's state is all that it has, and not only what it has in its mode.
 
     Attributes:
         devices, tensor_types: See :class:`..core.tensors.TensorAdapter`.
@@ -57,11 +57,8 @@ class PaddleAdapter:
 
     tensor_types = frozenset([paddle.Tensor, paddle.base.framework.EagerParamBase])
 
-    def __init__(
-        self, rank: int, piece_bytes: int | None = None, place: str | None = None, of_any_mode: bool = False
-    ) -> None:
-        self._rank, self._of_any_mode = rank, of_any_mode
-        self._place = place
+    def __init__(self, rank: int, piece_bytes: int | None = None, place: str | None = None) -> None:
+        self._rank, self._piece_bytes, self._place = rank, piece_bytes, place
         if place is not None:
             paddle.device._convert_to_place(place)  # raises if there is none
         self._dtypes: dict[Any, DType] = {}
@@ -72,7 +69,6 @@ class PaddleAdapter:
         self._stepped: set[str] = set()  # the names of what is frozen and has an optimizer
         self._viewed: dict[int, KnownTensor] = {}  # by the id of each Paddle tensor that was looked at
         self.devices = PaddleDevices() if has_devices() else None
-        self._piece_bytes = piece_bytes
 
     @property
     def version(self) -> str | None:
@@ -100,7 +96,7 @@ class PaddleAdapter:
             self._stepped.update(one.name for one in optimizers.parameters_of(value) if one.stop_gradient)
             return ObjectKind.OPTIMIZER, optimizers.optimizer_state(value, key)
         if is_program(value):
-            return ObjectKind.PROGRAM, program_state(value, key, self._of_any_mode)
+            return ObjectKind.PROGRAM, program_state(value, key, of_any_mode=self._piece_bytes is None)
         kind = ObjectKind.FIXED if isinstance(value, paddle.nn.Layer) else ObjectKind.FREE
         return kind, state_of(value, key)
 

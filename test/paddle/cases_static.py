@@ -18,6 +18,7 @@ from paddle.nn import functional
 from paddle_dist_ckpt import (
     LoadOptions,
     SaveOptions,
+    export_state_dict,
     gather_state_dict,
     load_merged_state_dict,
     load_state_dict,
@@ -193,7 +194,7 @@ def _tied() -> tuple[Any, Any, Any]:
 
 
 def save_in_mode(path: str, mode: str) -> list[str]:
-    """The keys of a program that was trained, and is saved in a mode."""
+    """The keys of a program that was trained, and is saved, gathered and exported in a mode."""
     net, optimizer, batch = _tied()
     program = _tied_program(net, optimizer, batch)
     program(batch, batch)
@@ -206,8 +207,13 @@ def save_in_mode(path: str, mode: str) -> list[str]:
 
     with patch.object(type(program), "dist_main_program", find_and_look):
         save_state_dict({"model": program}, path, options=_SAVE_ALONE)
+        gathered = gather_state_dict({"model": program}, options=_SAVE_ALONE)
+        export_state_dict({"model": program}, f"{path}-exported", options=_SAVE_ALONE)
     assert set(seen) == {mode} == {program._engine._mode}
-    return sorted(read_metadata(path).state_dict_metadata)
+    keys = sorted(read_metadata(path).state_dict_metadata)
+    assert sorted(f"model.{key}" for key in gathered["model"]) == keys
+    assert sorted(read_metadata(f"{path}-exported").state_dict_metadata) == keys
+    return keys
 
 
 def save_and_load_without_pir(path: str, mode: str) -> list[str]:

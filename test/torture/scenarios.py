@@ -128,9 +128,7 @@ def _saves(name: str, versions: dict[int, int], ids: list[int | None]) -> Callab
     return record
 
 
-def _numpys(
-    ranks: Any, state: Any, staging: Any = None, check: Callable[[], object] = lambda: None, of_any_mode: bool = False
-) -> Any:
+def _numpys(ranks: Any, state: Any, staging: Any = None, check: Callable[[], object] = lambda: None) -> Any:
     def find() -> tuple[Any, NumpyAdapter]:
         check()
         return state, NumpyAdapter()
