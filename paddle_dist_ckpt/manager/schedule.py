@@ -59,7 +59,7 @@ class Schedule:
             return self._interval_steps == 1
 
     def is_due(self, step: int) -> bool:
-        """Whether to save at this step: of time and requests, true once for each decision; the same on every rank.
+        """Whether to save at this step, the same on every rank: at multiples, and once for each decision.
 
         Asked again about the same step, it says the same, until that is saved. It takes microseconds. Only a rank that
         comes to its next step while a decision is being made waits for it, for one exchange of messages.
