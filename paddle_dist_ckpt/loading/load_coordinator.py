@@ -227,8 +227,11 @@ class LoadCoordinator:
             for text in self._mismatches.empty_texts():
                 _logger.warning("%s: %s", self._storage.location, text)
         if doubtful:
-            text = "%d stored entries are left, for the objects there have no such entries (any more): %s"
-            _logger.warning(text, len(doubtful), some_of(doubtful, _MOST_NAMES, ", "))
+            _logger.warning(
+                "%d stored entries are left, for the objects there have no such entries (any more): %s",
+                len(doubtful),
+                some_of(doubtful, _MOST_NAMES, ", "),
+            )
         if self._mismatches.unmatched:
             _logger.warning("key_map: %s", some_of(self._mismatches.unmatched))
             self._mismatches.unmatched = []
