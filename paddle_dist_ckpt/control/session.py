@@ -200,14 +200,15 @@ class Session:
         self.check()
         self._wait_for_earlier(self._place or self, lambda one: one.may_collect)
         task, member = _Collectives(transport), self._member
-        member.moved_since = task.moved_since
         nonce = f"{self.ranks} {self.coordinator} {member.number} {member.round} {member.round_name}"
-        result = task.start(VerifiedTransfers(task, self.rank, nonce), work, self._board.changed)
         try:
+            member.moved_since = task.moved_since
+            result = task.start(VerifiedTransfers(task, self.rank, nonce), work, self._board.changed)
             self._board.wait(member, lambda: result.done() or None, lambda: self._watch(task))
             return result.result()
         except BaseException:
-            # Work that hangs, or that raised half-way, has left out operations that the other ranks count on.
+            # Work that hangs, that raised half-way, or that goes on after an interrupt has left out operations that the
+            # other ranks count on, or would do them in their next call.
             transport.abandon()
             raise
         finally:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ import pytest
 from paddle_dist_ckpt.control import NoTransport, verified
 from paddle_dist_ckpt.control.session import _Collectives
 from paddle_dist_ckpt.core.memory import Bytes1D
-from paddle_dist_ckpt.core.protocols import Transfers, Transport
+from paddle_dist_ckpt.core.protocols import ControlSession, Transfers, Transport
 from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.testing.in_process import InProcessWorld
+from test.interrupts import interrupted
 
 
 def test_work_that_fails_ends_when_nothing_is_hashed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,3 +163,29 @@ def test_a_rank_that_works_between_two_collectives_is_in_none(fails: bool) -> No
         task.broadcast(np.zeros(1, np.uint8), 0, MOST)
     assert task.since is None
     assert task.moved_since(time.monotonic())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt that Python has lost
+def test_no_interrupt_leaves_work_in_collectives_of_which_nobody_knows() -> None:
+    """What goes on in them would meet the operations of the other ranks' next call."""
+
+    class Stub(NoTransport):
+        is_abandoned = False
+
+        def abandon(self) -> None:
+            self.is_abandoned = True
+
+    number, goes_on = 0, True
+    while goes_on:
+        transport, begun, ended = Stub(), threading.Event(), list[None]()
+        with InProcessWorld(1).hub(0).session("save", 20.0) as session:
+
+            def collect(session: ControlSession = session, transport: Stub = transport) -> None:
+                ended.append(session.run_collectives(transport, lambda transfers: begun.set()))  # noqa: B023
+
+            with suppress(RuntimeError):  # of Python's own Condition, which has lost its lock then
+                goes_on = interrupted(number, collect)
+        if not ended and not transport.is_abandoned:
+            assert not begun.wait(0.1), f"interrupt {number} came to work that goes on"
+        number += 1
+    assert number > 10
