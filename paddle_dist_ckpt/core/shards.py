@@ -139,10 +139,6 @@ class ShardTable:
         """Item size of each tensor, ``[tensors]``."""
         return np.array([dtype.itemsize for dtype in self.dtype_list], np.int64)[self.dtype_of]
 
-    @property
-    def _shard_itemsizes(self) -> IntArray:
-        return np.repeat(self.itemsizes, np.diff(self.first_shard))
-
     def layout_boxes(self, dimensions: int) -> LayoutBoxes:
         """The boxes of all layouts, one layout after the other, in so many dimensions."""
         return LayoutBoxes(self.layouts, dimensions)
@@ -156,7 +152,7 @@ class ShardTable:
     @cached_property
     def file_order(self) -> IntArray:
         """The shards by file and, within a file, in the order in which they stand in it, ``[shards]``."""
-        return narrow(by_file(self.shard_file, self._shard_itemsizes))
+        return narrow(by_file(self.shard_file, np.repeat(self.itemsizes, np.diff(self.first_shard))))
 
     @cached_property
     def _file_edges(self) -> IntArray:
