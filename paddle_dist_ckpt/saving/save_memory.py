@@ -105,7 +105,11 @@ class SaveMemory:
             last, self.last = self.last, None
             if last is not None:
                 last.raise_unobserved()
-            yield
+            try:
+                yield
+            except BaseException:  # it may be an interrupt that came when a buffer was neither free nor in use
+                self._windows = {}
+                raise
 
     def pass_over_last(self) -> None:
         """Wait for the latest save in the background. If it fails, its handle and the log say so, not the next save."""

@@ -17,6 +17,7 @@ import pytest
 
 from paddle_dist_ckpt import wiring
 from paddle_dist_ckpt.control.ranks import NoTransport, Ranks
+from paddle_dist_ckpt.core.memory import fresh_pages
 from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.saving import save_memory
@@ -89,6 +90,22 @@ def test_nobody_waits_for_a_save_of_the_same_thread(may_wait: bool) -> None:
     ):
         pass
     check_free(turn)
+
+
+def test_a_save_that_fails_keeps_no_later_one_waiting_for_buffers() -> None:
+    """Those for windows of what is on a device are used again."""
+    memory, taken = SaveMemory(), threading.Event()
+
+    def take() -> None:
+        memory.window_buffers(1, fresh_pages).take(8)
+        taken.set()
+
+    with pytest.raises(KeyboardInterrupt), memory.take_turn(Ticket(), False, lambda: None):
+        take()
+        raise KeyboardInterrupt  # before the buffer that was taken could be given back
+    taken.clear()
+    threading.Thread(target=take, daemon=True).start()
+    assert taken.wait(PATIENCE)
 
 
 def test_a_forked_process_does_not_wait_for_what_goes_on_in_the_other() -> None:
