@@ -21,8 +21,6 @@ from ..folder.checkpoint import read_checkpoint
 from ..folder.ids import committed_ids, metadata_ids
 from ..folder.nothing import managers_text
 from ..folder.selection import Selection, unread
-from ..manager.retention import Metrics
-from ..manager.steps import Steps, step_folder
 from ..storage import Folders, LocalStorage, local_path
 from ..storage.base import Storage
 from ..tree.values import from_jsonable
@@ -239,6 +237,8 @@ def steps_facts(path: str) -> StepsFacts | None:
     root = Path(local_path(path))
     if not root.is_dir() or not any(child.name.startswith("step-") for child in root.iterdir()):
         return None
+    from ..manager.steps import Steps, step_folder
+
     found, opened = Steps(root), Folders()
     folders = found.folders(opened)
     if not folders or any(name.endswith(".metadata") for name in LocalStorage(root).names()):
@@ -280,7 +280,9 @@ def no_steps_text(path: str) -> str:
     return f"{root} holds a checkpoint itself, and is no folder of steps"
 
 
-def _steps(root: Path, metrics: Mapping[int, Metrics]) -> Iterator[StepFacts]:
+def _steps(root: Path, metrics: Mapping[int, Mapping[str, float]]) -> Iterator[StepFacts]:
+    from ..manager.steps import step_folder
+
     for step, found in sorted(metrics.items()):
         try:
             metadata = read_checkpoint(LocalStorage(step_folder(root, step)), step)
