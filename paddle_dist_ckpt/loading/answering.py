@@ -128,7 +128,7 @@ class Answering:
         for path in missing if missing and self.names.variables else ():  # they take time to find
             parameters, accumulator = names.variables.get(path, ((), ""))
             stored = [self._metadata.table.paths[at] for one in parameters if (at := places.get(one)) is not None]
-            if stored and not any(self.names.containers.get(one) for one in stored):
+            if stored and not self.names.variables_of.containers(stored):
                 key = plain_key(path)
                 self.untrained[f"{key.removesuffix(accumulator)}*" if key.endswith(f".{accumulator}") else key] = None
 

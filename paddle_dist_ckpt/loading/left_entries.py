@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 
 from ..core.shards import Kind
 from ..files.metadata import Metadata
-from ..tree.names import Names, container_of, is_accumulator, parameter_of_run
+from ..tree.names import Names, is_accumulator, parameter_of_run
 from ..tree.paths import plain_key
+from ..tree.variables import container_of
 
 __all__ = ["judge"]
 

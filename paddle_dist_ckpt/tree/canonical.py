@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from .names import Names, VariableOfRun, container_of, last_part, may_end_in_name
+from .names import Names, VariableOfRun, last_part, may_end_in_name
 from .paths import join, parent_of
+from .variables import container_of
 
 __all__ = ["canonical_paths"]
 

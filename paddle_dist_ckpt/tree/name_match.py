@@ -29,20 +29,13 @@ another one's data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from functools import cache
 from types import MappingProxyType
 
 from ..core.cached import cached_property
-from .names import (
-    Names,
-    OptimizerVariable,
-    container_of,
-    last_part,
-    master_of_run,
-    may_be_of_run,
-    may_be_optimizers,
-    variable_containers,
-)
+from .names import Names, last_part, master_of_run, may_be_of_run, may_be_optimizers
+from .variables import OptimizerVariable, VariablesOf, container_of
 
 __all__ = ["NameMatch"]
 
@@ -109,10 +102,8 @@ class NameMatch:
         variables, moved = self._wanted.variables, self._moved
         if not moved:
             return variables
-        return {
-            path: OptimizerVariable(tuple(sorted(moved.get(one, one) for one in parameters)), accumulator)
-            for path, (parameters, accumulator) in variables.items()
-        }
+        stored = cache(lambda parameters: tuple(sorted(moved.get(one, one) for one in parameters)))
+        return {path: OptimizerVariable(stored(own), accumulator) for path, (own, accumulator) in variables.items()}
 
     @cached_property
     def _own(self) -> list[int | None]:
@@ -146,33 +137,18 @@ class NameMatch:
             variable = self._stored.structured(own)
         if variable is None:
             return None
-        found = self._of_variable(variable)
-        container = container_of(own)
-        same = [other for other in found if container_of(other) == container]
+        container, found = container_of(own), self._stored.variables_of.places(variable)
+        same = found.get(container, ())
         if len(same) > 1 and own in same and self._stored.variables[own] == variable:
             same = [own]
         if not same and not alone and self._is_beside(container, variable):
-            same = found
+            same = [other for paths in found.values() for other in paths]
         return self._index[same[0]] if len(same) == 1 else None
-
-    def _of_variable(self, variable: OptimizerVariable) -> list[str]:
-        """The stored paths of a variable: of just its parameters, or else of some of them."""
-        accumulator = variable.accumulator
-        by_variable = self._stored.by_variable
-        if len(variable.parameters) == 1:
-            found: Collection[str] = by_variable.get((variable.parameters[0], accumulator), ())
-        else:
-            groups = (by_variable.get((one, accumulator), ()) for one in variable.parameters)
-            found = dict.fromkeys(path for group in groups for path in group)
-        if len(found) == 1:
-            return list(found)
-        exact = [path for path in found if self._stored.variables[path] == variable]
-        return exact or list(found)
 
     def _is_beside(self, container: str, variable: OptimizerVariable) -> bool:
         """Whether either side has optimizer variables in the parameters' own container, and neither has others."""
-        stored = set().union(*(self._stored.containers.get(one, ()) for one in variable.parameters))
-        wanted = set().union(*(self._wanted_containers.get(one, ()) for one in variable.parameters))
+        stored = self._stored.variables_of.containers(variable.parameters)
+        wanted = self._wanted_variables_of.containers(variable.parameters)
         beside = set(map(container_of, variable.parameters))
         return len(stored) == len(wanted) == 1 and (container in beside or not stored.isdisjoint(beside))
 
@@ -183,8 +159,8 @@ class NameMatch:
         return self._index[found[0]] if len(found) == 1 else None
 
     @cached_property
-    def _wanted_containers(self) -> Mapping[str, set[str]]:
-        return variable_containers(self._variables, self._moved)
+    def _wanted_variables_of(self) -> VariablesOf:
+        return VariablesOf(self._variables, self._moved)
 
 
 def _tail(path: str) -> str:

@@ -27,14 +27,13 @@ from typing import NamedTuple
 
 from ..core.cached import cached_property
 from .paths import parent_of, plain_key
+from .variables import MASTERS, OptimizerVariable, VariablesOf
 
 __all__ = [
     "SCHEDULER",
     "SHARDED_MASTER",
     "Names",
-    "OptimizerVariable",
     "VariableOfRun",
-    "container_of",
     "is_accumulator",
     "last_part",
     "master_of_run",
@@ -43,12 +42,10 @@ __all__ = [
     "may_end_in_name",
     "parameter_of_run",
     "scheduler_of",
-    "variable_containers",
 ]
 
 _DIST = ".dist"
 _MASTER = "master_weight"
-_MASTERS = "/master_weights"
 SHARDED_MASTER = ".w_0"
 SCHEDULER = "/LR_Scheduler"
 _ACCUMULATORS = (
@@ -72,17 +69,6 @@ _REST = re.compile(rf"(?:_fp32_master{_NUMBER})?(?:_(?!deepcopy_\d)([^\W\d]\w*?)
 _LONGEST_REST = 128
 """Characters of a variable's name behind that of its parameter. What is longer Paddle has not made, and to look at each
 beginning of it takes quadratic time."""
-
-
-class OptimizerVariable(NamedTuple):
-    """An optimizer's variable in terms of a state_dict: its parameter's path, and the accumulator's name.
-
-    If only the name of the parameter's variable is known, and tensors at several paths have it, these are all there: as
-    tied parameters have, models made under names of their own, and stages of a pipeline, which count for themselves.
-    """
-
-    parameters: tuple[str, ...]
-    accumulator: str
 
 
 class VariableOfRun(NamedTuple):
@@ -162,31 +148,43 @@ class Names:
         container, _, key = path.rpartition("/")
         if "~" in key:
             key = last_part(path)
-        if container.endswith(_MASTERS):
+        if container.endswith(MASTERS):
             parameter = _table_name(key, parameters)
             return None if parameter is None else VariableOfRun(parameter, _MASTER)
         variable = parsed[key] if key in parsed else _parse(key, parameters)
-        return None if path in parameters.get(key, ()) else variable
+        return None if self._is_parameter(path, key) else variable
 
     def _by_name(self, path: str, name: str | None) -> OptimizerVariable | None:
         """Which variable a path with a structured key is, by its variable's name."""
-        parameters, parsed = self._table
-        variable = parsed.get(name) if name is not None else None
-        if variable is None or path in parameters.get(name or "", ()):
+        variable = self._table[1].get(name) if name is not None else None
+        if variable is None or self._is_parameter(path, name):
             return None
         last = last_part(path)
         end = next((end for end in _ends_of(variable.accumulator) if last.endswith(end)), None)
         if end is None:
             return None
-        own = last[: -len(end)]
-        group = parameters[variable.parameter]
-        exact = [
-            other
-            for other in group
-            if own == (key := last_part(other)) or own == f"{last_part(parent_of(other))}.{key}"
-        ]
         # Without one, the names are of several ranks that count for themselves, and this one says nothing.
-        return OptimizerVariable(tuple(exact), variable.accumulator) if exact else None
+        exact = self._by_name_and_key.get((variable.parameter, last[: -len(end)]))
+        return None if exact is None else OptimizerVariable(exact, variable.accumulator)
+
+    @cached_property
+    def _by_name_and_key(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
+        """The paths of each parameter by its variable's name and its key, without and with its container's own name."""
+        places: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name, own in self.parameters.items():
+            for path in own:
+                key = last_part(path)
+                places[name, key].append(path)
+                places[name, f"{last_part(parent_of(path))}.{key}"].append(path)
+        return {pair: tuple(own) for pair, own in places.items()}
+
+    def _is_parameter(self, path: str, name: str | None) -> bool:
+        """Whether a path is one of the parameters of this name."""
+        return name in self.parameters and self._parameter_names.get(path) == name
+
+    @cached_property
+    def _parameter_names(self) -> dict[str, str]:
+        return {path: name for name, own in self.parameters.items() for path in own}
 
     def structured(self, path: str) -> OptimizerVariable | None:
         """Which variable a path is by its structured key, of a parameter that is among these tensors.
@@ -216,18 +214,9 @@ class Names:
         return places
 
     @cached_property
-    def by_variable(self) -> Mapping[tuple[str, str], list[str]]:
-        """The optimizer variables' paths, by parameter and accumulator."""
-        places: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for path, (parameters, accumulator) in self.variables.items():
-            for one in parameters:
-                places[one, accumulator].append(path)
-        return places
-
-    @cached_property
-    def containers(self) -> Mapping[str, set[str]]:
-        """:func:`variable_containers` the optimizer variables."""
-        return variable_containers(self.variables, {})
+    def variables_of(self) -> VariablesOf:
+        """The optimizer variables, by their parameters."""
+        return VariablesOf(self.variables, {})
 
     @cached_property
     def of_programs(self) -> dict[str, str]:
@@ -250,15 +239,6 @@ class Names:
         return {name: path for name, path in said if name is not None and counts[name] == 1}
 
 
-def variable_containers(variables: Mapping[str, OptimizerVariable], moved: Mapping[str, str]) -> Mapping[str, set[str]]:
-    """Where the variables of each parameter are; ``moved`` has the paths of variables that are elsewhere."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for path, (parameters, _) in variables.items():
-        for one in parameters:
-            found[one].add(container_of(moved.get(path, path)))
-    return found
-
-
 def may_be_optimizers(path: str) -> bool:
     """Whether a path may be an optimizer variable's, in any form. Many a state has none of these."""
     return may_end_in_name(path) or _STRUCTURED.search(path) is not None
@@ -271,7 +251,7 @@ def is_accumulator(name: str) -> bool:
 
 def may_be_of_run(path: str) -> bool:
     """Whether a path looks like that of an optimizer variable under Paddle's own name of it, of whatever parameter."""
-    return _MASTERS in path or parameter_of_run(path) is not None or _ACCUMULATOR_OF_RUN.search(path) is not None
+    return MASTERS in path or parameter_of_run(path) is not None or _ACCUMULATOR_OF_RUN.search(path) is not None
 
 
 def master_of_run(path: str) -> str | None:
@@ -280,7 +260,7 @@ def master_of_run(path: str) -> str | None:
     That is what remains of it without what makes it one, which differs in dynamic mode and in programs. None if it is
     the path of something else.
     """
-    if _MASTERS[1:] not in path and "_fp32_master_" not in path:
+    if MASTERS[1:] not in path and "_fp32_master_" not in path:
         return None
     match = _MASTER_KEY.fullmatch(plain_key(path))
     return match and (match[1] or f"{match[2] or ''}{match[3]}")
@@ -296,8 +276,8 @@ def parameter_of_run(key: str) -> str | None:
 def may_end_in_name(path: str) -> bool:
     """Whether a path may end in Paddle's own name of an optimizer variable. Many a state has none of these."""
     if path[-1:].isdigit() or path.endswith(_DIST):
-        return "_" in path.rpartition("/")[2] or _MASTERS in path
-    return _MASTERS in path
+        return "_" in path.rpartition("/")[2] or MASTERS in path
+    return MASTERS in path
 
 
 def _parse(key: str, parameters: Mapping[str, object]) -> VariableOfRun | None:
@@ -339,11 +319,6 @@ def scheduler_of(path: str) -> str | None:
     return before + found if found and after[:1] in ("", "/") else None
 
 
-def container_of(path: str) -> str:
-    """Where an entry is; that of a master weight in a dict of its own is its optimizer's."""
-    return path.rpartition("/")[0].removesuffix(_MASTERS)
-
-
 def last_part(path: str) -> str:
     """The last part of a path, as a str."""
     part = path.rpartition("/")[2]
@@ -352,12 +327,12 @@ def last_part(path: str) -> str:
 
 def _is_at(path: str, name: str) -> bool:
     """Whether a path's last part is this name, and it is none of a master weight; not of all is that seen."""
-    return path.endswith("/" + name) and "~" not in name and _MASTERS not in path
+    return path.endswith("/" + name) and "~" not in name and MASTERS not in path
 
 
 def _is_variables(path: str, name: str, variable: VariableOfRun | None) -> bool:
     """Whether a path is that of an optimizer variable, if its variable's name is so, and says so."""
-    if _MASTERS in path and parent_of(path).endswith(_MASTERS):
+    if MASTERS in path and parent_of(path).endswith(MASTERS):
         return True
     if variable is None:
         return False
