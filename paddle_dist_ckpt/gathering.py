@@ -167,7 +167,8 @@ def scatter_state_dict(
         renamed = options.key_map is not None or bool(options.recipes) or options.aoa_config is not None
         filled = Filled(lambda: collect(wanted(), adapter, LoadOptions())[0].tensors, renamed)
         shown = present(find, session, ranks.transport, PaddleAdapter(ranks.rank), "auto", filled)
-        context = LoadContext(shown.storage, session, ranks.transport, adapter, reading, arranger=arranger_of(options))
+        arranger = arranger_of(options, others=len(session.ranks) > 1)
+        context = LoadContext(shown.storage, session, ranks.transport, adapter, reading, arranger=arranger)
         metadata = shown.metadata
         return load(state_dict, context, 0, wanted, None if metadata is None else (lambda _: metadata), thaws=frozen)
 

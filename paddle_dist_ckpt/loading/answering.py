@@ -258,6 +258,7 @@ class Answering:
             unmatched=list(self._unmatched),
             hints=found.hints,
             save_id=metadata.save_id if metadata.format == "native" else "",
+            foreign=metadata.format not in ("native", "present"),
             cost=metadata.cost,
             firsts=pack_column(metadata.table.first_shard[places]),
         )

@@ -202,7 +202,7 @@ def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[Mismatch]:
         shapes = {path: wanted.tensors.geometries[number].shape for path, number in columns}
     problems = []
     for path, found in answer.unfit.items():
-        if not answer.save_id and 0 in shapes.get(path, ()) and found.startswith(MISSING):
+        if answer.foreign and 0 in shapes.get(path, ()) and found.startswith(MISSING):
             continue  # Paddle's own saves leave out what has no elements, and its loads miss nothing
         present = _PRESENT.get(wanted.values.get(path, ""), NO_ENTRY)
         has = "a tensor" if path in shapes else present

@@ -169,6 +169,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
         unmatched: The keys of recipes for which no rank has a tensor.
         hints: For wanted paths where nothing is stored, the stored entries that may be meant.
         save_id: The save's id; empty if the checkpoint is not in files of this format.
+        foreign: Whether others wrote the checkpoint, who may leave out tensors without elements.
         cost: What the values of `.metadata` cost in memory; see :class:`.files.metadata.Metadata`.
         firsts: The coordinator's numbers of the tensors' first shards.
         thawed: Those of all ranks' ``frozen`` for which entries are stored: the ranks make them, and ask again. Nothing
@@ -195,6 +196,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     unmatched: list[str] = []
     hints: dict[str, list[Hint]] = {}
     save_id: str = ""
+    foreign: bool = False
     cost: int = 0
     firsts: Column = _EMPTY
     thawed: list[tuple[str, str]] = []

@@ -119,6 +119,15 @@ def test_what_goes_wrong_is_raised_on_every_rank(pool: RankPool) -> None:
 # -- one process
 
 
+@pytest.mark.parametrize("shape", [[0], [0, 4]])
+def test_a_tensor_without_elements_is_missed(shape: list[int]) -> None:
+    target = {"a": paddle.zeros([2]), "none": paddle.zeros(shape)}
+    with pytest.raises(StateDictMismatchError, match="none: the state_dict has a tensor, .* it is missing"):
+        scatter_state_dict({"a": paddle.ones([2])}, target)
+    scatter_state_dict({"a": paddle.ones([2]), "none": paddle.zeros(shape)}, target)
+    assert target["a"].tolist() == [1, 1]
+
+
 def test_alone() -> None:
     model = paddle.nn.Linear(3, 2)
     optimizer = paddle.optimizer.Adam(parameters=model.parameters())
