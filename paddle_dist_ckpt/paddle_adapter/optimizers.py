@@ -20,7 +20,7 @@ from paddle.distributed.auto_parallel import api
 
 from ..errors import UnsupportedValueError
 from ..tree.objects import state_of
-from .static_program import SLICE
+from .static_program import JOINED, SLICE
 from .wrappers import INNER, STEPS, is_look_ahead, unwrapped
 
 __all__ = [
@@ -218,17 +218,22 @@ def check_optimizer(optimizer: Any, key: str) -> None:
             "larger ones; use its sharded_state_dict(), which says which"
         )
     masters = getattr(owner, "_master_weights", {})
-    names = (name for by_name in (masters, *accumulators) for name in by_name)
+    names = [name for by_name in (masters, *accumulators) for name in by_name]
     if any(name.startswith(SLICE) for name in names) or any(hasattr(one, "fw_storage") for one in parameters_of(owner)):
         raise UnsupportedValueError(
             f"{key}: this optimizer has slices of parameters, as group sharding's stage 3 makes them on each rank, and "
-            "they do not say of what; save the model alone, or shard by fleet's stage 1 or by "
-            "paddle.distributed.shard_optimizer"
+            "they do not say of what. From Paddle 3.3 on its sharded_state_dict() says it, after the model's "
+            "get_all_parameters(); or shard by fleet's stage 1, or by paddle.distributed.shard_optimizer"
         )
     if getattr(owner, "enable_tensor_fusion", False):
         raise UnsupportedValueError(
             f"{key}: this optimizer joins parameters in buffers, of which each rank steps a piece, and what it has for "
             "its piece does not say of what; train without _enable_tensor_fusion(), or save the model alone"
+        )
+    if any(name.startswith(JOINED) for name in names):
+        raise UnsupportedValueError(
+            f"{key}: this optimizer steps a rank's pieces of buffers in which fully_shard() joins parameters, and what "
+            "it has for these does not say of what; train with fully_shard(..., enable_tensor_fusion_and_overlap=False)"
         )
 
 

@@ -16,6 +16,7 @@ from paddle.distributed.auto_parallel import api
 from ..errors import UnsupportedValueError
 
 __all__ = [
+    "JOINED",
     "SCHEDULER",
     "SLICE",
     "all_of_program",
@@ -31,6 +32,8 @@ _DIST_MODEL: Any = getattr(api, "DistModel", ())
 SLICE = "slice@"
 """So the names begin of a rank's parts of what tensor fusion has joined, or group sharding's stage 3 has cut, which do
 not say what parts they are."""
+JOINED = "fuse_params_"
+"""So the names begin of a rank's pieces of the buffers in which fully_shard() joins parameters."""
 _CONSTANT = re.compile(r"(eager_tmp|generated_tensor)_\d+(\.dist)?")
 _SHARED = "shared_"  # so the names begin of copies of parameters that several pipeline stages use
 SCHEDULER = "LR_Scheduler"  # where states of optimizers and programs have that of their learning rate's scheduler

@@ -168,7 +168,7 @@ class PaddleAdapter:
                 known = self._last = self._find(value, is_dist, on_device, path)
                 self._likely[known.look] = known
         except NotImplementedError:  # so Paddle refuses to tell the local shape
-            raise _no_memory(path) from None
+            raise _no_memory(path, value) from None
         if IS_PADDLE_2_6 and is_dist:
             _check_name(value.name, path)
         self._viewed[id(value)] = known
@@ -326,15 +326,23 @@ def _addresses(tensor: Any, geometry: Geometry, starts: tuple[int, ...], path: s
     except (RuntimeError, ValueError):
         base = 0
     if not base:
-        raise _no_memory(path)
+        raise _no_memory(path, tensor)
     return (base + starts[0],) if len(starts) == 1 else tuple(base + start for start in starts)
 
 
-def _no_memory(path: str) -> UnsupportedValueError:
-    return UnsupportedValueError(
-        f"{plain_key(path)}: the tensor has no memory; it was never initialized, or belongs to a layer of which a "
-        "static-graph program was made (then use the DistModel)"
+def _no_memory(path: str, tensor: Any) -> UnsupportedValueError:
+    why = (
+        "it was never initialized, or belongs to a layer of which a static-graph program was made (then use the "
+        "DistModel)"
     )
+    if hasattr(tensor, "fw_storage"):
+        why = "group sharding's stage 3 has cut it; call get_all_parameters() of the model that it wraps, on all ranks"
+    elif hasattr(tensor, "_fusion_buffer"):
+        why = (
+            "fully_shard() has joined it with others, and nothing says where it is; pass it "
+            "enable_tensor_fusion_and_overlap=False"
+        )
+    return UnsupportedValueError(f"{plain_key(path)}: the tensor has no memory; {why}")
 
 
 def _check_name(name: str, path: str) -> None:

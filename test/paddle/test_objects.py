@@ -884,6 +884,22 @@ def test_an_optimizer_of_group_shardings_stage_3_is_refused(tmp_path: Path, kept
     assert set(optimizer._accumulators) <= {"moment1"}, "none were made"
 
 
+def test_what_fully_shard_has_joined_is_refused(tmp_path: Path) -> None:
+    """Its optimizer steps a rank's pieces of buffers, and the parameters have no memory of their own."""
+    layer = layer_of()
+    optimizer = paddle.optimizer.AdamW(parameters=layer.parameters())
+    optimizer._accumulators["moment1"] = {"fuse_params_0": paddle.ones([4])}
+    with pytest.raises(UnsupportedValueError, match=r"optimizer: .* fully_shard\(\) joins .*_overlap=False"):
+        save_state_dict({"optimizer": optimizer}, str(tmp_path))
+    layer.weight._fusion_buffer = None
+    layer.weight._clear_data()
+    with pytest.raises(
+        UnsupportedValueError, match=r"model.weight: .* no memory; fully_shard\(\) has .*_overlap=False"
+    ):
+        save_state_dict({"model": layer}, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
 RATES = paddle.optimizer.lr
 REFUSED = {
     "a disabled scaler, an enabled one": (lambda: scaler_of(False), lambda: scaler_of(True), "scale, incr_ratio"),
