@@ -95,7 +95,7 @@ class SharedSteps:
         Args:
             session: The session of all ranks.
             what: What is chosen.
-            choose: Chooses it, on the coordinator.
+            choose: Chooses it, on the coordinator: a step, or what begins with one.
             seen: A step that this rank knows of, where no earlier one may be chosen.
 
         Raises:
@@ -108,7 +108,8 @@ class SharedSteps:
         def answer(messages: Mapping[int, bytes]) -> dict[int, bytes]:
             with held_back(_logger), self._lock, self._folders() as opened:
                 self.known.look(opened)
-                chosen = choose(self.known)
+                found = choose(self.known)
+            chosen = found[0] if isinstance(found, tuple) else found
             for rank, data in sorted(messages.items()):
                 step, root = json.loads(data)
                 if rank != session.rank and step is not None and (chosen is None or step > chosen):
@@ -118,7 +119,7 @@ class SharedSteps:
                         f"the ranks run on other hosts than before? coordinator_rank={rank} goes on from step {step}; "
                         "restore(state, step=...) takes what the coordinator has"
                     )
-            return dict.fromkeys(messages, json.dumps(chosen).encode())
+            return dict.fromkeys(messages, json.dumps(found).encode())
 
         return json.loads(session.gather_scatter(what, tell, answer))
 
@@ -140,9 +141,9 @@ class SharedSteps:
         """
         number = as_integer(step)  # Python's, as the other ranks are told of it
 
-        def choose(steps: Steps) -> int | None:
+        def choose(steps: Steps) -> tuple[int | None, list[int]]:
             self._reading = steps.latest() if step is None else number
-            return self._reading
+            return self._reading, [] if step is None else sorted(steps.metrics)
 
         def seen() -> int | None:
             check()
@@ -157,7 +158,7 @@ class SharedSteps:
                 try:
                     # One session, for of a rank that is interrupted between two the others would not hear.
                     with ranks.session(what, timeout) as made, made as session:
-                        chosen = self.ask(session, what, choose, seen)
+                        chosen, there = self.ask(session, what, choose, seen)
                         if chosen not in (None, before):
                             if gone is not None:
                                 _logger.warning("step %d is gone, so step %d is restored", before, chosen)
@@ -167,9 +168,7 @@ class SharedSteps:
                     if chosen is None:
                         raise
                     if step is not None:
-                        with ranks.session("all_steps", timeout) as made, made as session:
-                            there = steps_text(self.ask(session, "all_steps", lambda steps: sorted(steps.metrics)))
-                        raise CheckpointNotFoundError(f"{error}; {self.known.root} has {there}") from None
+                        raise CheckpointNotFoundError(f"{error}; {self.known.root} has {steps_text(there)}") from None
                     gone = error
                 else:
                     if gone is not None:

@@ -36,6 +36,7 @@ from paddle_dist_ckpt import (
     read_metadata,
     save_state_dict,
 )
+from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.manager import shared_steps, sigterm
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
 from paddle_dist_ckpt.manager.removal import Going, Removals, remove_step
@@ -1216,6 +1217,24 @@ def test_all_ranks_make_the_save_after_one_that_was_interrupted_on_one(
     for rank, (raised, steps) in enumerate(results):
         assert raised == ("KeyboardInterrupt" if rank == victim else "RankFailureError")
         assert steps == [1, 3]
+
+
+def test_a_restore_of_a_step_that_is_not_there_asks_in_one_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a rank that is interrupted between two the others would hear at the timeout."""
+    make, kinds = Ranks.make_session, []
+
+    def made(ranks: Ranks, kind: str, timeout: float) -> Any:
+        kinds.append(kind)
+        return make(ranks, kind, timeout)
+
+    with CheckpointManager(tmp_path, async_save=False) as steps:
+        steps.save(1, numbers(1))
+        monkeypatch.setattr(Ranks, "make_session", made)
+        with pytest.raises(CheckpointNotFoundError, match="step-00000009; .* has step 1$"):
+            steps.restore(numbers(0), step=9)
+    assert kinds == ["restore step 9", "load_state_dict"]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
