@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from .core.messages import encode
 from .core.parts import SourceTensor
 from .core.protocols import ControlSession
 from .core.shards import Kind
-from .errors import UnsupportedValueError
+from .errors import CheckpointError, UnsupportedValueError
 from .exporting.export import check_free, check_same_export
 from .exporting.formats import ExportRequest
 from .files.metadata import Metadata
@@ -66,7 +66,7 @@ def _hidden_folder(
     Raises:
         FileExistsError: what is to be written is there.
     """
-    out, made = Path(request.out), list[HiddenFolder]()
+    out, made, hidden = Path(request.out), list[HiddenFolder](), ""
 
     def place(messages: Mapping[int, bytes]) -> dict[int, bytes]:
         check_free(request, folders)
@@ -82,6 +82,9 @@ def _hidden_folder(
         finally:
             for folder in made:
                 folder.remove()
+            if hidden and not made:  # a save prepares its folder on each rank, and may have when it was removed already
+                with suppress(OSError, CheckpointError):
+                    folders.run("removing", hidden, Path(hidden).rmdir)
 
 
 def export_filled_with(

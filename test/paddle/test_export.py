@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -13,22 +15,27 @@ import pytest
 from paddle_dist_ckpt import (
     ExportReport,
     LoadOptions,
+    RankFailureError,
     Recipe,
     SaveOptions,
     export,
     export_state_dict,
     load_merged_state_dict,
     read_metadata,
+    state_exports,
     stored,
     verify,
 )
 from paddle_dist_ckpt.export_calls import export_request
+from paddle_dist_ckpt.folder.hidden import HiddenFolder
 from paddle_dist_ckpt.state_exports import export_filled_with
+from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from paddle_dist_ckpt.wiring import export_with
 from test.exporting.test_safetensors import opened
 from test.jobs import all_ok, errors_of, save_alone
 from test.paddle import cases_export as cases
+from test.paddle.test_sharded_weight import on_ranks
 from test.paddle.versions import LATER_THAN_3_0, lacks
 from test.ranks.fresh import FreshRanks, logs_of
 from test.ranks.pool import RankPool
@@ -113,6 +120,40 @@ def test_an_interrupt_between_the_steps_of_an_export_is_told_to_all(
         assert raised.startswith("KeyboardInterrupt" if rank == victim else "RankFailureError"), raised
         assert seconds < 30
         assert then is None
+
+
+def test_no_rank_leaves_the_hidden_folder_of_an_export_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, local = threading.Event(), threading.local()
+    remove, prepare, save_with = HiddenFolder.remove, LocalStorage.prepare, state_exports.save_with
+
+    def removing(folder: HiddenFolder) -> None:
+        remove(folder)
+        removed.set()
+
+    def preparing(storage: LocalStorage) -> None:
+        if getattr(local, "rank", 0) == 1:
+            assert removed.wait(30)
+        prepare(storage)
+
+    def saving(ranks: Any, *given: Any) -> Any:
+        if ranks.rank == 0:
+            raise KeyboardInterrupt
+        local.rank = ranks.rank
+        return save_with(ranks, *given)
+
+    monkeypatch.setattr(HiddenFolder, "remove", removing)
+    monkeypatch.setattr(LocalStorage, "prepare", preparing)
+    monkeypatch.setattr(state_exports, "save_with", saving)
+    request, options = export_request(tmp_path / "out"), SaveOptions(timeout=60)
+    first, second = on_ranks(
+        [{"a": paddle.ones([2])}] * 2,
+        lambda ranks, state: state_exports.export_state_with(ranks, state, request, options),
+    )
+    assert isinstance(first, KeyboardInterrupt)
+    assert isinstance(second, RankFailureError)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_for_paddle_load(pool: RankPool, tmp_path: Path) -> None:
