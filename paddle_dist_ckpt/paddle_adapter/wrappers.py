@@ -44,6 +44,10 @@ _CUT = (
     "Paddle's {name} has parts of this rank's own of larger tensors, which do not say what they are parts of; save its "
     "sharded_state_dict()"
 )
+_MASKS = (
+    "Paddle's {name} has masks by names that belong to one run, and in another may be those of other layers; save the "
+    "optimizer that was decorated, and call asp.prune_model() after a load, which makes the masks of the pruned weights"
+)
 _PARTS = (
     "Paddle's {name} has no state_dict(); pass what it holds: its network, and the optimizer that it was prepared with"
 )
@@ -55,6 +59,7 @@ _REFUSED = {
     "ExponentialMovingAverage": _STATIC,
     "GradientMergeOptimizer": _STATIC,
     "MetaOptimizerBase": _STATIC,
+    "OptimizerWithSparsityGuarantee": _MASKS,
     "PipelineOptimizer": _STATIC,
     "RecomputeOptimizer": _STATIC,
     "ShardingOptimizerStage1": _STATIC,

@@ -357,6 +357,15 @@ def test_what_is_refused_says_what_to_do(tmp_path: Path, name: str, advice: str)
     assert not list(tmp_path.iterdir())
 
 
+def test_masks_by_names_of_a_run_are_refused(tmp_path: Path) -> None:
+    """Those of layers of one shape would be mixed if a run makes the layers in another order."""
+    optimizer = paddle.incubate.asp.asp.OptimizerWithSparsityGuarantee(_plain("AdamW")(_model()))
+    with pytest.raises(UnsupportedValueError, match=r"^o: .*OptimizerWithSparsityGuarantee has masks.*prune_model"):
+        save_state_dict({"o": optimizer}, tmp_path)
+    assert not list(tmp_path.iterdir())
+    save_state_dict({"o": optimizer._optimizer}, tmp_path)
+
+
 def test_both_that_are_called_lbfgs_are_refused(tmp_path: Path) -> None:
     for module in (paddles, incubate):
         if hasattr(module, "LBFGS"):
