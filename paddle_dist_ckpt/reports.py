@@ -107,7 +107,8 @@ class ExportReport:
         files: Names of its files.
         tensors: How many tensors they hold.
         total_bytes: Bytes of all files.
-        left_out: Flat keys of values that the format has no place for, and of what cannot be read.
+        left_out: Flat keys of values that the format has no place for, of what cannot be read, and of what recipes or
+            statements do not make.
         seconds: Seconds per phase on this rank: ``plan`` and ``write``.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import typer
@@ -23,6 +23,8 @@ _FACTS = 20  # is about what a row of facts weighs
 _PIECE = 1 << 16  # letters that are printed at once
 _MOST_INDENT = 64  # of lines: those of deep lists would be hundreds of blanks each
 _INTEGERS = range(-(2**63), 2**64)  # those of tensors
+_NUMBERS: dict[str, Callable[[Any], Any]] = {"b": bool, "i": int, "u": int, "f": float}
+"""What makes Python's numbers of numpy's, by their kind; of others, and of longer ones, JSON has none."""
 _ALIKE = frozenset({int, float, bool, type(None)})
 """Types of values that are about as much text each, of which lists may have millions."""
 
@@ -137,6 +139,9 @@ def _plain(value: Any) -> Any:
         return {_plain(key): _plain(item) for key, item in value.items()}
     if _names(value):
         return {name: _plain(item) for name, item in _members(value).items()}
+    dtype = getattr(value, "dtype", None) if getattr(value, "shape", None) == () else None
+    if dtype is not None and type(value).__module__ == "numpy" and dtype.kind in _NUMBERS and dtype.itemsize <= 8:
+        return _plain(_NUMBERS[dtype.kind](value))
     return value_text(value, _MOST_LETTERS)
 
 

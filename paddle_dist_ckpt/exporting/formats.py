@@ -85,7 +85,8 @@ class ExportPlan:
         source: What the checkpoint holds.
         files: The files.
         shares: Which of them each rank writes.
-        left_out: Flat keys of the values that the format has no place for, and of what cannot be read.
+        left_out: Flat keys of the values that the format has no place for, of what cannot be read, and of what is not
+            made.
         draft: For this library's own format: what `.metadata` says, but for the digests of the files.
     """
 
@@ -179,7 +180,7 @@ def plan_export(
     used = sorted({part.row for tensor in (*chosen.tensors, *chosen.large) for part in tensor.parts})
     check_sizes(source, metadata, sorted(set(table.select(used)[0].shard_file.tolist())))
     plan = target.plan(chosen, _Job(source, metadata, request, ranks, save))
-    plan.left_out.extend([*left_out, *unread(metadata, request.selection)])
+    plan.left_out.extend([*left_out, *found.unmade, *unread(metadata, request.selection)])
     return plan
 
 

@@ -47,11 +47,13 @@ class Chosen(NamedTuple):
         paths: Its paths, each with the path under which it is handed on.
         made: Those of them that are not as they are stored, with what they are made of.
         stored: The stored tensors, by flat key; empty if nothing is made of them.
+        unmade: The flat keys of what was to be made of them, and is not.
     """
 
     paths: dict[str, str]
     made: Mapping[str, Arranged]
     stored: Mapping[str, SourceTensor]
+    unmade: Sequence[str] = ()
 
     def keys(self, metadata: Metadata) -> list[str]:
         """The flat keys under which it is handed on: those of the checkpoint, if it is all there as it is here."""

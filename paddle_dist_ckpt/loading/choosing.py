@@ -49,7 +49,7 @@ def choose(
     if arranger is None:
         return Chosen(select(metadata, selection), {}, {})
     stored = stored_tensors(metadata)
-    made, _, problems, unfit, left = arranger.make(stored, Answering(metadata, []).what_is)
+    made, _, problems, unfit, left, unmade = arranger.make(stored, Answering(metadata, []).what_is)
     problems += [f"{key}: {unfit[key]}" for key in selected_of(unfit, selection)]
     advice = "LoadOptions(strict=False) loads what fits"
     if strict == "all":
@@ -62,7 +62,7 @@ def choose(
         raise StateDictMismatchError("\n".join([*lines, f"({advice})"]), problems)
     for problem in (*problems, *left):
         _logger.warning("left out: %s", problem)
-    return _chosen(metadata, stored, made, selection)
+    return _chosen(metadata, stored, made, selection)._replace(unmade=selected_of(unmade, selection))
 
 
 def _chosen(

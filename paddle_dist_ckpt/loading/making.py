@@ -27,6 +27,7 @@ class AllMade(NamedTuple):
         problems: What does not fit of the recipes, a line each.
         unfit: The flat keys for which the rest says what cannot be made, with the reasons.
         left: What is not made, for it may be missing, and something of which it would be made is; a line each.
+        unmade: The flat keys of all for which there is a recipe or a statement that makes nothing.
     """
 
     tensors: dict[str, Arranged]
@@ -34,6 +35,7 @@ class AllMade(NamedTuple):
     problems: list[str]
     unfit: dict[str, str]
     left: list[str]
+    unmade: list[str]
 
 
 class RecipeArranger:
@@ -105,10 +107,11 @@ class RecipeArranger:
             if self._may_be_missing(key)
             and (key in unlike or any(one not in stored and absent(one).startswith(MISSING) for one in sources[key]))
         }
+        unmade = [*misfits, *unfit]
         problems += [f"{key}: {text}" for key, text in misfits.items() if key not in lacking]
         unfit = {key: text for key, text in unfit.items() if key not in lacking}
         left = [f"{key}: {text}" for key, text in lacking.items()]
-        return AllMade({**kept, **made}, set(matching.sources), problems, unfit, left)
+        return AllMade({**kept, **made}, set(matching.sources), problems, unfit, left, unmade)
 
 
 def arranger_for(options: LoadOptions, rest: Arranger | None) -> RecipeArranger | None:

@@ -95,7 +95,7 @@ def rehearse(
     arranged: Mapping[str, Arranged | None] = {}
     idle: list[IdleStatement] = []
     if targets is None:
-        made, sources, problems, unfit, _ = RecipeArranger(recipes, rest).make(stored, Answering(metadata, []).what_is)
+        made, sources, problems, unfit, *_ = RecipeArranger(recipes, rest).make(stored, Answering(metadata, []).what_is)
         problems += [f"{key}: {text}" for key, text in unfit.items()]
         targets, arranged = {key: (one.shape, one.dtype_of(stored)) for key, one in made.items()}, made
         idle = rest.idle(stored, None) if rest is not None else []

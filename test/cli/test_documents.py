@@ -68,9 +68,10 @@ def test_values_come_back(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 
 def test_what_json_lacks_is_text_wherever_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    odd = [b"ab", np.float64(0.5), np.float32(0.5), {"x": b"ab"}, {1: b"ab"}, np.arange(2, dtype=np.int8)]
+    numbers = [np.float64(0.5), np.float32(0.5), np.float16("nan"), np.int64(-7), np.bool_(True)]
+    odd = [b"ab", *numbers, np.complex64(1), {"x": b"ab"}, {1: b"ab"}, np.arange(2, dtype=np.int8)]
     documents.print_json(Facts("a", [*odd, Facts("b", odd)]))
-    shown = ["b'ab'", 0.5, "0.5", {"x": "b'ab'"}, "{1: b'ab'}", "array([0, 1], dtype=int8)"]
+    shown = ["b'ab'", 0.5, 0.5, "NaN", -7, True, "(1+0j)", {"x": "b'ab'"}, "{1: b'ab'}", "array([0, 1], dtype=int8)"]
     found = json.loads(capsys.readouterr().out)
     assert found == {"name": "a", "rows": [*shown, {"name": "b", "rows": shown}]}
 

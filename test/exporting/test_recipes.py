@@ -187,8 +187,9 @@ def test_recipes_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["x"]
     assert not (tmp_path / "out").exists()
     with caplog.at_level(logging.WARNING):
-        export(source, tmp_path / "out", options=options(recipes, strict=False))
+        report = export(source, tmp_path / "out", options=options(recipes, strict=False))
     assert "left out: x: " in caplog.text
+    assert "x" in report.left_out
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert "x" not in found
     assert same_bits(found["y"], SAVED["k"].T)

@@ -500,6 +500,7 @@ def test_a_merged_load_may_lack_what_is_made_of_what_is_not_stored(
     assert set(found) == {"w", "step", "m.0.k", "m.12.k"}
     report = export(tmp_path, tmp_path / "out", options=options(recipes | {"w": stored("m.1.k")}, **allowed))
     assert report.tensors == 3
+    assert {*report.left_out} == {"step", "x", "y.{i}", "z.0", "z.1", "z.12"}
     for key in ("x", "y.{i}", "z.0", "z.1", "z.12"):
         assert f"left out: {key}: " in caplog.text
     with pytest.raises(StateDictMismatchError, match="z.1: it is made of m.9.q, which in the checkpoint is missing"):
