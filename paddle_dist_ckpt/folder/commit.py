@@ -234,7 +234,8 @@ def aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
         return _aftermath(lease, unique_id, save_id)
     except Exception as error:
         saves = [save for save in (lease.replaces, *lease.inherited) if save is not None]
-        _leave(lease, saves, "files of replaced saves are left to a later one", error)
+        warn_only("%s: files of replaced saves are left to a later one: %s", lease.storage.location, error)
+        _speak_again(lease, saves)
         return Aftermath([], [], True)
 
 
@@ -286,13 +287,13 @@ def finish(lease: Lease, left: Aftermath) -> None:
         else:
             lease.end()
     except Exception as error:
-        _leave(lease, left.saves, "files of replaced or dead saves are left", error)
+        warn_only("%s: files of replaced or dead saves are left: %s", lease.storage.location, error)
+        _speak_again(lease, left.saves)
 
 
-def _leave(lease: Lease, saves: Sequence[str], what: str, error: Exception) -> None:
-    """Say that files of saves are left, and see to it that some claim speaks of them: who has taken this one for dead,
-    and its claim, may have done so before it had replaced them."""
-    warn_only("%s: %s: %s", lease.storage.location, what, error)
+def _speak_again(lease: Lease, saves: Sequence[str]) -> None:
+    """See to it that some claim speaks of saves whose files are left. Who has taken this one for dead, and its claim,
+    may have done so before it had replaced them."""
     with suppress(Exception):
         lease.speak_again(saves)
 
@@ -320,7 +321,8 @@ def give_up(lease: Lease, settled: bool) -> None:
             elif not lease.doomed:  # otherwise the claim says what else is to be removed
                 lease.end()
     except Exception as error:  # the caller has to hear of what made the save fail
-        _leave(lease, [lease.save_id], "files of a failed save are left", error)
+        warn_only("%s: files of a failed save are left: %s", lease.storage.location, error)
+        _speak_again(lease, [lease.save_id])
 
 
 def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], object] = lambda: None) -> None:

@@ -33,7 +33,6 @@ __all__ = ["DeadClaims", "take_over"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _REMOVALS = 4  # of a claim, and a look each
-_UNCERTAIN = "files of dead saves are left, for it is not certain which they are: %s"
 
 
 class DeadClaims:
@@ -175,7 +174,7 @@ def take_over(heir: Lease, dead: DeadClaims) -> None:
     try:
         committed = committed_saves(heir.storage)
     except CheckpointError as error:
-        _logger.warning(_UNCERTAIN, error)
+        _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
         dead.stuck.update(dead.found)
         heir.others.why_stuck = f"it is not certain what is committed ({error})"
         return
@@ -195,7 +194,7 @@ def take_over(heir: Lease, dead: DeadClaims) -> None:
         _leave(heir, [said for said in taken if said.save in left], committed)
         _settle(heir, [said for said in taken if said.save not in left])
     except CheckpointError as error:
-        _logger.warning(_UNCERTAIN, error)
+        _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
         _leave(heir, [said for said in dead.said(dead.gone, committed) if said.is_of_use], committed)
         with suppress(OSError, CheckpointError):  # it says what it has said then
             heir.say([], [])
