@@ -61,12 +61,13 @@ def check_same_sources(wanted: Mapping[int, WantedPaths]) -> None:
         rank: paths.instead or (() if paths.moved or paths.made else paths.tensors) for rank, paths in wanted.items()
     }
     several = {key for here in of_ranks.values() for key, count in Counter(map(nested_key, here)).items() if count > 1}
+    first: dict[str, str] = {}  # a path of each tensor
     said: dict[str, dict[str, int]] = {}  # of what each tensor is made, each with a rank that says so
     for rank, here in of_ranks.items():
         for path in here:
             key = nested_key(path)
-            found = said.setdefault(path if key in several else f"/{key}", {})
-            found.setdefault(wanted[rank].instead.get(path, OWN_KEY), rank)
+            one = first.setdefault(path if key in several else key, path)
+            said.setdefault(one, {}).setdefault(wanted[rank].instead.get(path, OWN_KEY), rank)
     lines = [
         f"{plain_key(path)}: {'; '.join(f'rank {rank}: {what}' for what, rank in found.items())}"
         for path, found in sorted(said.items())

@@ -806,6 +806,16 @@ def test_a_tensor_that_all_ranks_leave_as_it_is_stays_whatever_else_they_load(tm
     assert not any(piece.any() for part in parts for piece in part.pieces)
 
 
+@pytest.mark.parametrize("kind", [list, lambda pair: dict(enumerate(pair))])
+def test_a_tensor_in_a_list_is_called_by_its_key_where_ranks_make_it_of_two(tmp_path: Path, kind: Any) -> None:
+    save_on([{"a": kind([make_array((8, 6), seed=1), make_array((8, 6), seed=2)])}], tmp_path)
+    parts = split_rows(np.zeros((8, 6), np.float32), 2, False)
+    options = [LoadOptions(timeout=60), LoadOptions(timeout=60, key_map={"a.0": "a.1"})]
+    loaded = run_ranks(2, lambda one: one.load({"a": kind([parts[one.rank]])}, tmp_path, None, options[one.rank]))
+    for error in errors_of(loaded, ValueError):
+        assert "\na.0: rank 0: what is stored under its own key; rank 1: stored('a.1')" in str(error)
+
+
 @pytest.mark.parametrize("stored_as", [None, "a.c"])
 def test_parts_of_one_tensor_are_never_of_two_though_ranks_nest_it_otherwise(
     tmp_path: Path, stored_as: str | None
