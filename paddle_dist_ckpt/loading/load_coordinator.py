@@ -36,6 +36,8 @@ from .exchange_planner import ExchangePlanner
 from .key_map import matcher, unmatched_text
 from .left_entries import judge
 from .messages import (
+    NO_STATEMENT,
+    STATEMENTS,
     DecideAnswer,
     DecideRequest,
     DoneRequest,
@@ -127,12 +129,14 @@ class LoadCoordinator:
     def _compare(self, requests: Mapping[int, LoadRequest]) -> None:
         """See that ranks have passed the same, and see the same folder unless there are several."""
         coordinator = self._session.coordinator
-        check_same(
-            ["unique_id", *requests[coordinator].options],
-            {rank: (str(one.unique_id), *one.options.values()) for rank, one in requests.items()},
-            coordinator,
-            shown=str,
-        )
+        if not any(STATEMENTS in one.options.values() for one in requests.values()):
+            self._arranger = None  # ranks may have passed none at all as well
+        like = STATEMENTS if self._arranger is not None else repr(None)
+        passed = {
+            rank: (str(one.unique_id), *(like if said == NO_STATEMENT else said for said in one.options.values()))
+            for rank, one in requests.items()
+        }
+        check_same(["unique_id", *requests[coordinator].options], passed, coordinator, shown=str)
         self._folders = {rank: one.folder for rank, one in requests.items() if one.folder is not None}
         self._locations = {rank: request.location for rank, request in requests.items()}
         self._groups = {}
@@ -166,7 +170,7 @@ class LoadCoordinator:
     def _arranged(self, wanted: Sequence[WantedPaths]) -> dict[str, dict[str, Arranged | None]]:
         """What wanted tensors are made of, by flat key, as the framework says by the rules of each rank."""
         if self._arranger is None:
-            return {"": {}}
+            return {paths.rules: {} for paths in wanted}
         together = wanted_together(wanted)
         stored, before = stored_tensors(self._metadata), self._idle
         arrangers = {rules: self._arranger.by(rules) for rules in dict.fromkeys(paths.rules for paths in wanted)}

@@ -29,6 +29,7 @@ from ..control.rounds import Messages, ask, only_on
 from ..core.garbage import no_collections
 from ..core.host import this_host
 from ..core.messages import encode
+from ..core.parts import Arranger
 from ..core.text import encodable
 from ..errors import CheckpointError
 from ..files.metadata import Metadata
@@ -46,6 +47,8 @@ from .fit import Fit
 from .in_flight import check_none_in_flight
 from .load_coordinator import LoadCoordinator
 from .messages import (
+    NO_STATEMENT,
+    STATEMENTS,
     DecideAnswer,
     DecideRequest,
     DoneRequest,
@@ -240,7 +243,7 @@ class LeavesLoad:
         choices["staging_bytes"] = str(int(options.staging_bytes))
         choices["resize"] = str(list((options.resize or {}).items()))
         choices["offload"] = str(context.offload)
-        choices["aoa_config"] = "None" if context.arranger is None else "statements"
+        choices["aoa_config"] = _said_of(context.arranger)
         location = encodable(context.storage.location)
         host = this_host() if folder is None else ""
         return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths), location, host)
@@ -285,6 +288,13 @@ class LeavesLoad:
     def _restore(self, fit: Fit, values: Mapping[str, Any]) -> tuple[Sequence[Mismatch], DoneRequest]:
         """Give values, and objects their states; returns what was not taken."""
         return self.holder.restore(values, fit.untouched), DoneRequest()
+
+
+def _said_of(arranger: Arranger | None) -> str:
+    """Whether this rank has statements, in words that are compared with those of others."""
+    if arranger is None:
+        return repr(None)
+    return NO_STATEMENT if arranger.idles else STATEMENTS
 
 
 def _read_staged(fit: Fit, read: Callable[[], None]) -> tuple[list[Mismatch], DoneRequest]:

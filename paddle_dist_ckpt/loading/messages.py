@@ -16,6 +16,8 @@ from ..tree.paths import plain_key
 from .wording import LEFT, NOT_STORED, SET
 
 __all__ = [
+    "NO_STATEMENT",
+    "STATEMENTS",
     "DecideAnswer",
     "DecideRequest",
     "DoneRequest",
@@ -28,6 +30,9 @@ __all__ = [
     "WantedRecord",
 ]
 
+
+STATEMENTS, NO_STATEMENT = "statements", "no statement"
+"""What a rank has passed as aoa_config, in words: one with none may do so beside either kind of other ranks."""
 
 _EMPTY = Column("<u1", b"")
 _NO_TABLE = TableRecord([], [], _EMPTY, _EMPTY, [], _EMPTY, _EMPTY)

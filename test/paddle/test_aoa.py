@@ -664,13 +664,14 @@ def test_ranks_that_want_different_shapes_are_told(tmp_path: Path) -> None:
 
 
 def with_statements_of_their_own(
-    path: Path, arrays: dict[str, Array], wanted: list[dict[str, Any]], said: list[list[str]], **more: Any
+    path: Path, arrays: dict[str, Array], wanted: list[dict[str, Any]], said: list[list[str] | None], **more: Any
 ) -> list[Any]:
-    """Save, and load on ranks that have statements of their own; returns their reports, or errors."""
+    """Save, and load on ranks that have statements of their own, or None; returns their reports, or errors."""
     save_state_dict({key: tensor_of(array) for key, array in arrays.items()}, path)
 
     def one(ranks: Any, state: dict[str, Any]) -> Any:
-        config = {"aoa_statements": said[ranks.rank], "enable_traceback": False}
+        statements = said[ranks.rank]
+        config = None if statements is None else {"aoa_statements": statements, "enable_traceback": False}
         return load_with(ranks, paddles(ranks, state), path, None, LoadOptions(timeout=60, aoa_config=config, **more))
 
     return on_ranks(wanted, one)
@@ -704,6 +705,24 @@ def test_ranks_with_statements_beside_one_without_any(tmp_path: Path, without: i
     raise_first(with_statements_of_their_own(tmp_path, arrays, [wanted[i] for i in order], [said[i] for i in order]))
     assert_same(to_array(wanted[0]["a"]), arrays["a"])
     assert_same(to_array(wanted[1]["b"]), np.ascontiguousarray(arrays["a"].T))
+
+
+@pytest.mark.parametrize("said", [[None, []], [[], None], [[], []]])
+def test_ranks_of_which_none_has_a_statement(tmp_path: Path, said: list[list[str] | None]) -> None:
+    arrays = {"a": array_of((4, 6), "float32", 0)}
+    wanted = [{"a": tensor_of(np.zeros((4, 6), "float32"))} for _ in range(2)]
+    raise_first(with_statements_of_their_own(tmp_path, arrays, wanted, said))
+    for state in wanted:
+        assert_same(to_array(state["a"]), arrays["a"])
+
+
+def test_statements_beside_ranks_without_a_config_are_refused(tmp_path: Path) -> None:
+    arrays = {"a": array_of((4, 6), "float32", 0)}
+    said: list[list[str] | None] = [["a -> b"], [], None]
+    wanted = [{"b": tensor_of(np.zeros((4, 6), "float32"))}, {}, {"a": tensor_of(np.zeros((4, 6), "float32"))}]
+    for error in with_statements_of_their_own(tmp_path, arrays, wanted, said):
+        assert isinstance(error, ValueError)
+        assert "rank 2 passed aoa_config=None, rank 0 aoa_config=statements" in str(error)
 
 
 @pytest.mark.parametrize("other", [["b -> y", "b -> x"], ["b -> y", "a^T -> x"], ["b -> y"], []])
