@@ -43,9 +43,6 @@ def collect(
         StateDictMismatchError: there are keys under which nothing can be stored, and which cannot be sent either.
     """
     objects = {opened.path: opened for opened in leaves.objects}
-    everywhere = itertools.chain(leaves.tensor_paths, leaves.value_paths, leaves.kept, objects)
-    if wrong := list(dict.fromkeys(unstorable(everywhere))):
-        raise StateDictMismatchError("\n".join(["no checkpoint has such keys:", *each_visible(wrong)]), wrong)
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}  # they take any values
     as_named = options.key_map is None and not options.recipes  # and others than this rank may have statements
     told = _Told() if as_named and arranger is None else _find_told(leaves, objects, free, options)
@@ -96,6 +93,10 @@ def collect(
         key_map=told.matched,
         complete=_complete(objects, adapter) if as_named and (arranger is None or arranger.idles) else [],
     )
+    # Not all that objects have which take any values, or that is left: of that nothing is said.
+    everywhere = itertools.chain(said.tensors, said.values, said.others, said.spared, objects)
+    if wrong := list(dict.fromkeys(unstorable(everywhere))):
+        raise StateDictMismatchError("\n".join(["no checkpoint has such keys:", *each_visible(wrong)]), wrong)
     return wanted, said
 
 

@@ -256,6 +256,17 @@ def test_a_key_under_which_nothing_can_be_stored(tmp_path: Path) -> None:
         str(caught.value).encode()
 
 
+def test_such_a_key_of_what_is_not_asked_for(tmp_path: Path) -> None:
+    saved, taker = Counter(), Counter()
+    saved.state, taker.state = {"v": {"a": 1}}, {"v": {"\udc80": 2}}
+    save_alone({"taker": saved, "n": 1}, tmp_path)
+    load_alone({"taker": taker}, tmp_path)
+    assert taker.state == {"v": {"a": 1}}
+    target = {"n": 0, "\ud800": 3}
+    load_alone(target, tmp_path, options=LoadOptions(key_map=lambda key: None if key == "\ud800" else key))
+    assert target == {"n": 1, "\ud800": 3}
+
+
 def test_a_load_that_lacks_nothing_does_not_look_for_optimizers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
