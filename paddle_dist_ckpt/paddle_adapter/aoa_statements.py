@@ -118,9 +118,8 @@ class Statements:
 
     def _of_parts(self) -> Iterator[tuple[str, _Line]]:
         """Those for which it matters how many parts a tensor is in."""
-        if any(word in statement for word in OF_PARTS for statement in self._texts):
-            for statement, lines in self._lines:
-                yield from ((statement, line) for line in lines if any(word in OF_PARTS for word in line.words))
+        for statement, lines in self._lines:
+            yield from ((statement, line) for line in lines if any(word in OF_PARTS for word in line.words))
 
     def check_counts(self) -> None:
         """Refuse statements taken in reverse that need to know how many parts a fused tensor is in.
@@ -174,7 +173,8 @@ class Statements:
             ValueError: there is a statement about such a tensor.
         """
         wanted = self._wanted or {}
-        for statement, line in self._of_parts() if wanted else ():
+        some = any(word in statement for word in OF_PARTS for statement in self._texts)  # else no lines are made for it
+        for statement, line in self._of_parts() if wanted and some else ():
             if not len(line.taken) == len(line.made) == 1:
                 continue
             source = engine.context.resolve_mapping_chain(line.taken[0], reverse=not self._reverse)

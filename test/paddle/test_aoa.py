@@ -411,6 +411,19 @@ def test_macros_of_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert_same(to_array(state["b"].local_tensor), part.of(expected))
 
 
+def test_a_macro_of_a_program_that_fuses_is_not_taken_in_reverse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(macros.macro_registry, "macros", list(macros.macro_registry.macros))
+    macros.macro_registry.register_macro("gated_macro", lambda _, text, context: text.replace("gated", "fused_ffn"), 3)
+    monkeypatch.setattr(macros, "GLOBAL_ATTRIBUTE_KEYWORDS", [*macros.GLOBAL_ATTRIBUTE_KEYWORDS, "gated"])
+    save_state_dict({key: tensor_of(array_of((4, 4), "float32", 0)) for key in "ab"}, tmp_path)
+    state = {"x": tensor_of(np.zeros((4, 8), "float32"))}
+    (error,) = loaded(tmp_path, [state], {"aoa_statements": ["x -> a, b, gated"], "aoa_config_reverse": True})
+    assert isinstance(error, ValueError)
+    assert "'x -> a, b, gated' is not taken in reverse, since Paddle's engine fails on it" in str(error)
+
+
 @pytest.mark.parametrize("how", ["rows", "flat", "flat columns", "replicas of columns"])
 def test_columns_tell_in_how_many_parts_a_tensor_was(tmp_path: Path, how: str) -> None:
     """Rows are divided by the save itself, and statements fuse along columns."""
