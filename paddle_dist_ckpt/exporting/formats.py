@@ -180,7 +180,7 @@ def plan_export(
     used = sorted({part.row for tensor in (*chosen.tensors, *chosen.large) for part in tensor.parts})
     check_sizes(source, metadata, sorted(set(table.select(used)[0].shard_file.tolist())))
     plan = target.plan(chosen, _Job(source, metadata, request, ranks, save))
-    plan.left_out.extend([*left_out, *found.unmade, *unread(metadata, request.selection)])
+    plan.left_out.extend(dict.fromkeys([*left_out, *found.unmade, *unread(metadata, request.selection)]))
     return plan
 
 

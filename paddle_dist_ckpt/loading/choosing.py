@@ -62,11 +62,15 @@ def choose(
         raise StateDictMismatchError("\n".join([*lines, f"({advice})"]), problems)
     for problem in (*problems, *left):
         _logger.warning("left out: %s", problem)
-    return _chosen(metadata, stored, made, selection)._replace(unmade=selected_of(unmade, selection))
+    return _chosen(metadata, stored, made, unmade, selection)
 
 
 def _chosen(
-    metadata: Metadata, stored: Mapping[str, SourceTensor], made: Mapping[str, Arranged], selection: Selection
+    metadata: Metadata,
+    stored: Mapping[str, SourceTensor],
+    made: Mapping[str, Arranged],
+    unmade: Sequence[str],
+    selection: Selection,
 ) -> Chosen:
     """What is selected of what is made, and of the checkpoint's values. It has its flat key as the one part of the path
     under which it is handed on, without the prefix."""
@@ -82,7 +86,9 @@ def _chosen(
         path: below(path, prefix) or path if is_own(path) else join("", key[skipped:]) for key, path in selected.items()
     }
     asked = {path: (key, made[key]) for key, path in selected.items() if key in made}
-    return Chosen(places, {path: one for path, (key, one) in asked.items() if not is_itself(key, one, stored)}, stored)
+    changed = {path: one for path, (key, one) in asked.items() if not is_itself(key, one, stored)}
+    missed = [key for key in selected_of(unmade, selection) if key not in selected]  # there may be values of these keys
+    return Chosen(places, changed, stored, missed)
 
 
 def _check_clear(metadata: Metadata, keys: Sequence[str]) -> None:

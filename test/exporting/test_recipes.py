@@ -195,6 +195,15 @@ def test_recipes_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert same_bits(found["y"], SAVED["k"].T)
 
 
+@pytest.mark.parametrize(("written_as", "left"), [("safetensors", ["step", "x"]), ("native", ["x"])])
+def test_a_value_of_whose_key_no_tensor_can_be_made_is_left_out_once_or_written(
+    tmp_path: Path, written_as: str, left: list[str]
+) -> None:
+    recipes = options({"step": stored("gone"), "x": stored("gone")}, allow_missing=["*"])
+    report = export(saved(tmp_path / "ckpt"), tmp_path / "out", format=written_as, options=recipes)
+    assert sorted(report.left_out) == left
+
+
 def test_a_transposed_tensor_is_read_once(tmp_path: Path) -> None:
     array = np.arange(6_144_000, dtype="float32").reshape(1024, 6000)  # 25 MB, more than an ordinary window
     save_alone({"x": array}, tmp_path / "ckpt")
