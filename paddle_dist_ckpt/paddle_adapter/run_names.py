@@ -73,7 +73,8 @@ def optimizer_state_of_run(loaded: Mapping[str, Any], model: Any, optimizer: Any
 
     state = {key: take(value) for key, value in own.items() if isinstance(value, paddle.Tensor)}
     masters = {name: take(tensor) for name, tensor in own.get(MASTERS, {}).items()}
-    for key in [key for key in own if key not in (*state, MASTERS, SCHEDULER)]:  # values that a user's class adds
+    others = [key for key in own if key not in state and key not in (MASTERS, SCHEDULER)]
+    for key in others:  # values that a user's class adds
         state[key] = loaded.get(key, _NOTHING)
         problems += _problems(key, state[key], own[key])
     if SCHEDULER in own and not isinstance(loaded.get(SCHEDULER), Mapping):
