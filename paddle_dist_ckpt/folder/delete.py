@@ -238,10 +238,12 @@ def begin_clearing(storage: Storage, unique_id: int, of_checkpoint: bool) -> Del
         of_checkpoint: Whether the folder may have a checkpoint of that number, which stays.
 
     Raises:
-        CheckpointError: it has a checkpoint by now and may not, or is being saved to.
+        CheckpointError: it has a checkpoint by now and may not, or is being saved to, or nothing can be removed.
     """
     with removing(storage, unique_id, automatic=of_checkpoint) as lease:
         lease.others.check_nobody_saves()
+        if not lease.doomed:  # or it would be said that all is removed
+            lease.others.check_none_stuck()
         if not of_checkpoint and any(name.endswith(".metadata") for name in storage.names()):
             raise CheckpointError(f"{storage.location} has a checkpoint by now")
         lease.confirm()

@@ -130,10 +130,22 @@ class OtherClaims:
                 others.append(name)
         hindering = [name for name in others if name in self.stuck]
         if hindering and (self.stuck | self.awaited).issuperset(others):
-            what = f"cannot be taken over, for {self.why_stuck}" if self.why_stuck else "cannot be read or removed here"
-            raise StuckClaimError(
-                f"{self._storage.location} has the claim of a dead save, {hindering[0]}, which {what}: if nobody is at "
-                "work there, remove that file"
-            )
+            raise self._stuck_error(hindering[0])
         if others:
             raise CheckpointError(f"{self._storage.location} is being saved to, as {others[0]} says; {EXPIRY}")
+
+    def check_none_stuck(self) -> None:
+        """See that no claim of a dead save is left that this process could not read, remove or take over.
+
+        Raises:
+            StuckClaimError: one is.
+        """
+        if self.stuck:
+            raise self._stuck_error(min(self.stuck))
+
+    def _stuck_error(self, name: str) -> StuckClaimError:
+        what = f"cannot be taken over, for {self.why_stuck}" if self.why_stuck else "cannot be read or removed here"
+        return StuckClaimError(
+            f"{self._storage.location} has the claim of a dead save, {name}, which {what}: if nobody is at work there, "
+            "remove that file"
+        )

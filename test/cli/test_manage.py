@@ -216,6 +216,21 @@ def test_prune_says_beside_which_steps_something_could_not_be_removed(
     assert (found["kept"], found["tidied"], found["refused"], found["untidied"]) == ([100], [], [], [100])
 
 
+@pytest.mark.parametrize("unique_id", [7, 100])
+def test_prune_says_that_nothing_is_removed_beside_a_damaged_checkpoint(tmp_path: Path, unique_id: int) -> None:
+    """What it needs is not known, and so not whose the files are of which a dead claim speaks."""
+    steps(tmp_path, s100=0.5)
+    folder = step_folder(tmp_path, 100)
+    (folder / "7.metadata").write_bytes(b"rubbish")
+    claim = folder / f"{unique_id}.0123456789abcdef.claim"
+    claim.write_text("{}")
+    for path in (claim, folder):
+        age(path)
+    found = answer("prune", tmp_path, "--keep-last", 1, "-y", code=1)
+    assert (found["kept"], found["tidied"], found["untidied"]) == ([100], [], [100])
+    assert claim.exists()
+
+
 def test_prune_says_what_the_disk_does_not_confirm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a step is not kept, and a crash of the machine may bring it back."""
     sync, failing = LocalStorage.sync, list[int]()
