@@ -157,8 +157,9 @@ class CheckpointManager:
         while the ranks are being asked how far they are waits for the decision.
         """
         step = checked_step(step)
-        if self._pending is not None and self._pending[1].raised:  # all ranks have been told how it has ended
-            self._reconsider(*self._pending)
+        pending = self._pending  # a handler of a signal may wait for it meanwhile
+        if pending is not None and pending[1].raised:  # all ranks have been told how it has ended
+            self._reconsider(*pending)
         self._preparation.begin()
         return self._schedule.is_due(step)
 
@@ -344,14 +345,15 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait until the background save, if there is one, is committed; raises CheckpointError if it failed."""
-        if self._pending is None:
+        pending = self._pending  # a handler of a signal may wait for it meanwhile
+        if pending is None:
             return
-        step, pending = self._pending
-        pending.wait()
+        step, saving = pending
+        saving.wait()
         self._pending = None  # and not before: what an interrupt does not wait for stays pending
-        self._reconsider(step, pending)
-        if not pending.raised:
-            pending.result()
+        self._reconsider(step, saving)
+        if not saving.raised:
+            saving.result()
 
     def close(self) -> None:
         """Wait for the background save, and restore the handling of SIGTERM. The manager cannot save any more then.

@@ -774,6 +774,26 @@ def test_a_handler_of_a_signal_may_use_the_manager_that_is_being_asked(
     assert found == [[latest], latest]
 
 
+def test_a_handler_of_a_signal_may_wait_for_a_failed_save_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, 1)
+    manager, raised = CheckpointManager(tmp_path), AsyncSave.raised
+    pending = manager.save(1, numbers(1))
+    assert isinstance(pending, AsyncSave)
+    with pytest.raises(OSError, match="No space left"):
+        pending.result()
+
+    def interrupted(saving: AsyncSave) -> bool:
+        monkeypatch.setattr(AsyncSave, "raised", raised)
+        manager.wait()
+        return saving.raised
+
+    monkeypatch.setattr(AsyncSave, "raised", property(interrupted))
+    assert manager.should_save(1)
+    manager.close()
+
+
 @pytest.mark.parametrize("keep_last", [None, 2])
 def test_a_step_below_those_that_there_are_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, keep_last: int | None
