@@ -36,6 +36,7 @@ _NAME = re.compile(r".+\.(?:pdparams|pdopt)", re.DOTALL)
 _OF_RANK = re.compile(r"(.*_dist[0-9]+)\.(?:pdparams|pdopt)", re.DOTALL)
 _NAMES = "StructuredToParameterName@@"
 _UNPACKED = "UnpackBigParamInfor@@"
+_STEPS_OF_SLICE, _STEPS_OF_PART = 14, 4  # for each dimension more
 
 
 class PdparamsReader:
@@ -217,7 +218,9 @@ class PickledState:
             stop = start + math.prod(array.shape)
             if stop > most:
                 raise CheckpointCorruptedError(f"{where} has more elements than its shape {shown(list(shape))}")
-            parts += flat_parts(whole(shape), start, stop, number, array)
+            made = list(flat_parts(whole(shape), start, stop, number, array))
+            self._file.budget.spend_on_dimensions(_STEPS_OF_SLICE + _STEPS_OF_PART * len(made), len(shape), where)
+            parts += made
             dtypes.add(array.dtype)
             start = stop
         if start != most or len(dtypes) != 1:

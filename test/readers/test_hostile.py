@@ -483,6 +483,14 @@ def test_flattened_shards_of_many_dimensions_are_counted(tmp_path: Path) -> None
     costs_little(tmp_path, "has room for")
 
 
+@pytest.mark.parametrize("shape", [(1,) * 8 + (2,) * 24, (2,) * 64])
+def test_slices_of_a_tensor_of_many_dimensions_are_counted(shape: tuple[int, ...], tmp_path: Path) -> None:
+    slices = {f"{i:05x}": np.zeros(15, np.uint8) for i in range(20_000)}
+    told = {"w": {"OriginShape": shape, "slices": list(slices)}}
+    (tmp_path / "a.pdparams").write_bytes(pickle.dumps({"UnpackBigParamInfor@@": told, **slices}, 4))
+    costs_little(tmp_path, "has room for")
+
+
 LARGE = b",".join([b"%d" % (1 << 60)] * 2_000_000)
 
 
