@@ -97,9 +97,9 @@ class _Tree:
             return False
         if id(value) not in self._has_tensor:
             self._check_depth(path, depth)
-            self._count(path, _STEPS_OF_CONTAINER + _STEPS * len(value))
+            parts = [part for part in (value.values() if type(value) is dict else value) if type(part) not in _PLAIN]
+            self._count(path, _STEPS_OF_CONTAINER + len(value) + _STEPS * len(parts))
             self._has_tensor[id(value)] = False
-            parts = value.values() if type(value) is dict else value
             self._has_tensor[id(value)] = any(self._holds_tensor(path, part, depth + 1) for part in parts)
         return self._has_tensor[id(value)]
 
