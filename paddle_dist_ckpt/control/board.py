@@ -125,7 +125,7 @@ class Board(ABC):
         return made
 
     def open(self, session: MemberSession) -> None:
-        """Open a session and announce it. One that is over already is failed."""
+        """Open a session and announce it. One that cannot succeed is failed, and not announced."""
         # IMPORTANT: by this one step it is both counted and there to be left. An interrupt between two would have the
         # others told of its end, and the next session be of its number.
         self._sessions[session.number] = session
@@ -133,11 +133,14 @@ class Board(ABC):
         if self.broken is not None:
             session.fail(self.broken)
             return
+        if self.coordinator in self.links.lost:
+            # IMPORTANT: an Open would arrive over the next connection, when this has failed, and look like a call that
+            # this rank makes too late, see MemberPort.send.
+            session.lose_coordinator()
+            return
         self.post(wire.Open(session.number, session.kind, session.timeout, __version__))
         if self.table is not None:
             session.lead = self.table.sessions.get(session.number)
-        if self.coordinator in self.links.lost:
-            session.lose_coordinator()
 
     def has_opened(self, session: MemberSession | None) -> bool:
         """Whether a session has been opened, be it that an interrupt came before it was announced, and not left."""

@@ -205,6 +205,28 @@ def test_calls_that_failed_without_a_connection_do_not_make_the_next_one_fail(re
     assert both(hubs) == [b"0", b"1"]
 
 
+def test_a_call_that_failed_without_a_connection_may_end_when_there_is_one_again(relayed: Relayed) -> None:
+    """It is no call that this rank makes too late: its next one is the others' next."""
+    hubs, proxy = relayed
+    assert both(hubs) == [b"0", b"1"]
+    proxy.open.clear()  # who connects anew hears nothing for now
+    proxy.cut()
+    until(lambda: hubs[0].links.lost and hubs[1].links.lost, PATIENCE, "the end of the connection")
+    with pytest.raises(RankFailureError):
+        one_round(hubs[0])
+    table = hubs[0].table
+    assert table is not None
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(RankFailureError), hubs[1].session("save", LONG) as session:
+            proxy.open.set()
+            until(lambda: not hubs[0].links.lost and not hubs[1].links.lost, PATIENCE, "a new connection")
+            following = pool.submit(one_round, hubs[0])
+            until(lambda: 2 in table.sessions or following.done(), PATIENCE, "the next call")
+            session.check()
+        assert one_round(hubs[1]) == b"1"
+        assert following.result(PATIENCE) == b"0"
+
+
 def test_an_attempt_to_connect_that_nobody_answers_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_port, "_ATTEMPT_SECONDS", 0.2)
     coordinator = make(0, store)
