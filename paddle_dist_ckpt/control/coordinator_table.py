@@ -194,6 +194,8 @@ class CoordinatorTable:
             session.lose(rank, now)
         for unheard in self.unheard.values():
             unheard.discard(rank)
+        for late in [late for late in self._late if late[0] == rank]:
+            del self._late[late]  # it gives up all that it has opened, as at a farewell in `handle`
         self._retire()
 
     def differ(self, rank: int, protocol: int, now: float) -> None:

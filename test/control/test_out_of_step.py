@@ -97,6 +97,29 @@ def test_a_late_call_that_its_rank_has_left_does_not_make_the_next_one_fail() ->
     assert not table.sessions[1].failing
 
 
+def test_a_late_call_whose_connection_is_lost_does_not_make_the_next_one_fail() -> None:
+    """Its rank has given it up as the others have, though the news of that may still come."""
+    sent: list[tuple[int, wire.Message]] = []
+    table = CoordinatorTable((0, 1), 0, Links(), lambda rank, message, payload: sent.append((rank, message)))
+    failed = failures.record("it failed")
+    for message in [wire.Open(0, "save", 100.0, "0.1.0"), wire.Fail(0, "", failed), wire.Bye(0)]:
+        table.handle(0, message, b"", 0.0)
+    table.lose(1, 0.0)
+    table.handle(1, wire.Open(0, "save", 100.0, "0.1.0"), b"", 2.0)
+    table.lose(1, 2.0)
+    sent.clear()
+    for rank, message in [
+        (0, wire.Open(1, "save", 100.0, "0.1.0")),
+        (1, wire.Bye(0)),
+        (1, wire.Open(1, "save", 100.0, "0.1.0")),
+    ]:
+        table.handle(rank, message, b"", 2.0)
+        table.tick(2.0)
+    assert not any(isinstance(message, wire.Verdict) for _, message in sent)
+    assert table.sessions[1].kinds.keys() == {0, 1}
+    assert not table.sessions[1].failing
+
+
 def failed_before_rank_2_came(
     has_answered: bool = True,
 ) -> tuple[CoordinatorSession, list[tuple[int, wire.Message]]]:
