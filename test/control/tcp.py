@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -101,14 +102,13 @@ class Proxy:
                 threading.Thread(target=self._relay, args=(*pair, altered), daemon=True).start()
 
     def _relay(self, source: socket.socket, target: socket.socket, altered: bool) -> None:
-        try:
+        with contextlib.suppress(OSError):  # a side that is closed with something unread resets its connection
             while data := source.recv(65536):
                 self.open.wait()
                 target.sendall(data[:-1] + bytes([data[-1] ^ 1]) if altered or self.altered else data)
-            if self.tells_ends:
+        if self.tells_ends:
+            with contextlib.suppress(OSError):
                 target.shutdown(socket.SHUT_WR)  # as a network passes on that one side has nothing more to say
-        except OSError:
-            return
 
     def cut(self) -> None:
         for connection in self._open:
