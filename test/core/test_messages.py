@@ -32,9 +32,10 @@ def test_what_is_no_such_message_is_refused(data: bytes) -> None:
 
 def test_every_message_of_a_save_and_a_load_is_prepared() -> None:
     for module in (saving_messages, loading_messages, exchange_orders):
-        for name in module.__all__:
-            with pytest.raises(CheckpointError, match=name):
-                decode(b"\xc1", getattr(module, name))
+        for name, kind in ((name, getattr(module, name)) for name in module.__all__):
+            if isinstance(kind, type):  # and no constant
+                with pytest.raises(CheckpointError, match=name):
+                    decode(b"\xc1", kind)
 
 
 def test_what_is_not_prepared_is_not_decoded() -> None:
