@@ -11,7 +11,6 @@ import numpy as np
 
 from ..core.local_tensors import LocalTensors
 from ..core.parts import Arranger
-from ..core.tensors import Geometry
 from ..errors import StateDictMismatchError
 from ..options import LoadOptions
 from ..recipes import distinct_text
@@ -52,11 +51,6 @@ def collect(
     refused = tensors.look_at(asked, values, adapter)
     left = {path: value for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True) if path in skipped}
     spared.look_at(list(left), list(left.values()), adapter)
-    records = dict[str, WantedRecord]()
-    if arranger is not None:
-        corners = {path: arranger.corner(value) for path, value in zip(asked, values, strict=True)}
-        for path, number in zip(tensors.paths, tensors.geometry, strict=True):
-            records[path] = _record(told.keys[path], tensors.geometries[number], corners[path])
     wanted = WantedState(
         tensors=tensors,
         values=_present_values(leaves, objects, skipped),
@@ -83,7 +77,9 @@ def collect(
         made=[path for path in tensors.paths if path in told.made.recipes],
         sources=told.made.sources,
         instead=_instead(wanted, spared),
-        records=records,
+        records={}
+        if arranger is None
+        else _records(tensors, dict(zip(asked, values, strict=True)), told.keys, arranger),
         kept=list(leaves.kept),
         tied=tensors.tied(),
         frozen=_frozen(leaves, adapter, options, {*told.moved, *skipped}) if thaws else [],
@@ -271,10 +267,17 @@ def _frozen(leaves: Leaves, adapter: Adapter, options: LoadOptions, said: Set[st
     return [(path, one) for path in alone for token in frozen[path] for one in paths.get(token, ())]
 
 
-def _record(key: str, geometry: Geometry, corner: tuple[int, ...] | None) -> WantedRecord:
-    if corner is None:
-        corner = min((shard.box.offset for shard in geometry.shards), default=None)
-    return WantedRecord(key, geometry.shape, geometry.dtype.name, corner)
+def _records(
+    tensors: LocalTensors, values: Mapping[str, Any], keys: Mapping[str, str], arranger: Arranger
+) -> dict[str, WantedRecord]:
+    """What an arranger is told of each tensor, by path."""
+    found = {}
+    for path, number in zip(tensors.paths, tensors.geometry, strict=True):
+        geometry, corner = tensors.geometries[number], arranger.corner(values[path])
+        if corner is None:
+            corner = min((shard.box.offset for shard in geometry.shards), default=None)
+        found[path] = WantedRecord(keys[path], geometry.shape, geometry.dtype.name, corner)
+    return found
 
 
 def _present(value: Any, in_object: bool) -> str:

@@ -16,7 +16,7 @@ from paddle_dist_ckpt.control.bootstrap import address_of
 from paddle_dist_ckpt.control.coordinator import CoordinatorSession, Links
 from paddle_dist_ckpt.errors import CheckpointTimeoutError, RankFailureError
 from paddle_dist_ckpt.testing.hub_conformance.cases import LONG
-from test.control.tcp import Relayed, Store, both, make, one_round
+from test.control.tcp import Proxy, Relayed, Store, both, make, one_round
 from test.waiting import PATIENCE, until
 
 
@@ -192,12 +192,17 @@ def test_a_rank_that_connects_again_before_its_connection_is_known_to_be_lost_fa
     assert both(hubs) == [b"0", b"1"]
 
 
-def test_calls_that_failed_without_a_connection_do_not_make_the_next_one_fail(relayed: Relayed) -> None:
-    hubs, proxy = relayed
+def lose_connection(hubs: list[TcpHub], proxy: Proxy) -> None:
+    """Cut what has worked; who connects anew hears nothing until the proxy is open."""
     assert both(hubs) == [b"0", b"1"]
-    proxy.open.clear()  # who connects anew hears nothing for now
+    proxy.open.clear()
     proxy.cut()
     until(lambda: hubs[0].links.lost and hubs[1].links.lost, PATIENCE, "the end of the connection")
+
+
+def test_calls_that_failed_without_a_connection_do_not_make_the_next_one_fail(relayed: Relayed) -> None:
+    hubs, proxy = relayed
+    lose_connection(hubs, proxy)
     for _ in range(3):
         assert all(isinstance(outcome, RankFailureError) for outcome in both(hubs))
     proxy.open.set()
@@ -208,10 +213,7 @@ def test_calls_that_failed_without_a_connection_do_not_make_the_next_one_fail(re
 def test_a_call_that_failed_without_a_connection_may_end_when_there_is_one_again(relayed: Relayed) -> None:
     """It is no call that this rank makes too late: its next one is the others' next."""
     hubs, proxy = relayed
-    assert both(hubs) == [b"0", b"1"]
-    proxy.open.clear()  # who connects anew hears nothing for now
-    proxy.cut()
-    until(lambda: hubs[0].links.lost and hubs[1].links.lost, PATIENCE, "the end of the connection")
+    lose_connection(hubs, proxy)
     with pytest.raises(RankFailureError):
         one_round(hubs[0])
     table = hubs[0].table
