@@ -12,7 +12,7 @@ from ..core.shards import Kind
 from ..errors import StateDictMismatchError, UnsupportedValueError
 from ..files.metadata import Metadata
 from ..folder.selection import Chosen, Selection, below, select, select_keys, selected_of
-from ..tree.paths import is_own, join
+from ..tree.paths import is_own, join, unstorable
 from ..visible import each_visible, visible
 from .answering import Answering
 from .making import RecipeArranger, is_itself
@@ -44,7 +44,8 @@ def choose(
     Raises:
         StateDictMismatchError: recipes and the checkpoint do not fit together.
         CheckpointNotFoundError: nothing is selected.
-        UnsupportedValueError: something is made for a key that is escaped, or that another one is escaped for.
+        UnsupportedValueError: something is made for a key that cannot be stored, is escaped, or that another one is
+            escaped for.
     """
     if arranger is None:
         return Chosen(select(metadata, selection), {}, {})
@@ -92,8 +93,10 @@ def _chosen(
 
 
 def _check_clear(metadata: Metadata, keys: Sequence[str]) -> None:
-    """Refuse keys for which something is made whose place in a flat state_dict would have another key, or is that of
-    another stored tensor: one of both would be lost."""
+    """Refuse keys for which something is made that cannot be stored, or whose place in a flat state_dict would have
+    another key, or is that of another stored tensor: one of both would be lost."""
+    if wrong := unstorable(join("", key) for key in keys):
+        raise UnsupportedValueError("; ".join(each_visible(wrong)))
     special = metadata.special_keys
     found = [key for key in keys if "\\" in key or special.get(join("", key), key) != key]
     if found:

@@ -11,13 +11,14 @@ import numpy as np
 
 from ..core.local_tensors import LocalTensors
 from ..core.parts import Arranger
+from ..core.text import encodable
 from ..errors import StateDictMismatchError
 from ..options import LoadOptions
 from ..recipes import distinct_text
 from ..tree.building import owner_of
 from ..tree.names import scheduler_of
 from ..tree.objects import ObjectKind, OpenedObject
-from ..tree.paths import containers_of, flat_keys, plain_key, unstorable
+from ..tree.paths import containers_of, flat_keys, join, plain_key, unstorable
 from ..tree.state_dict import Adapter, Leaves, PerRank
 from ..visible import each_visible
 from . import key_map
@@ -85,13 +86,14 @@ def collect(
         frozen=_frozen(leaves, adapter, options, {*told.moved, *skipped}) if thaws else [],
         spared=sorted(skipped) if "object" in wanted.values.values() else [],
         rules="" if arranger is None else arranger.rules,
-        patterns=told.made.patterns,
-        key_map=told.matched,
+        patterns={encodable(key): there for key, there in told.made.patterns.items()},
+        key_map={encodable(key): there for key, there in told.matched.items()},
         complete=_complete(objects, adapter) if as_named and (arranger is None or arranger.idles) else [],
     )
     # Not all that objects have which take any values, or that is left: of that nothing is said.
     everywhere = itertools.chain(said.tensors, said.values, said.others, said.spared, objects)
-    if wrong := list(dict.fromkeys(unstorable(everywhere))):
+    meant = itertools.filterfalse(str.isascii, itertools.chain(said.moved.values(), said.sources))
+    if wrong := list(dict.fromkeys(unstorable(itertools.chain(everywhere, (join("", key) for key in meant))))):
         raise StateDictMismatchError("\n".join(["no checkpoint has such keys:", *each_visible(wrong)]), wrong)
     return wanted, said
 

@@ -254,3 +254,11 @@ def test_nothing_is_made_for_a_key_in_whose_place_another_tensor_would_be_lost(t
         export(tmp_path / "saved", tmp_path / "out", options=options({key: stored("c")}))
     export(tmp_path / "saved", tmp_path / "out", keys="a*b", options=options({"d": stored("c")}))
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"a.b", "a\\.b"}
+
+
+def test_nothing_is_made_for_a_key_that_cannot_be_stored(tmp_path: Path) -> None:
+    recipes = options({"\ud800": stored("a")})
+    save_alone({"a": np.ones(2)}, tmp_path / "c")
+    with pytest.raises(UnsupportedValueError, match="a key with a lone surrogate cannot be stored"):
+        export(tmp_path / "c", tmp_path / "out", options=recipes)
+    assert not (tmp_path / "out").exists()

@@ -1054,3 +1054,26 @@ def test_several_placeholders_between_two_dots_take_no_longer_than_a_key_is_long
     assert pattern.match(key) is None
     assert pattern.match(key[:-1] + "w") == {"a": "_" * 99_996, "b": "_", "c": "_"}
     assert time.process_time() - begun < 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"key_map": {"a": "b\ud800"}}, {"key_map": lambda key: "b\ud800"}, {"recipes": {"a": stored("b\ud800")}}],
+)
+def test_options_that_name_a_stored_key_with_a_lone_surrogate(tmp_path: Path, options: dict[str, Any]) -> None:
+    save_alone({"a": np.ones(2)}, tmp_path)
+    with pytest.raises(StateDictMismatchError, match="a key with a lone surrogate cannot be stored") as caught:
+        load_alone({"a": np.zeros(2)}, tmp_path, options=LoadOptions(**options))
+    str(caught.value).encode()
+
+
+def test_options_for_a_wanted_key_with_a_lone_surrogate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_alone({"a": np.ones(2)}, tmp_path)
+    target: dict[str, Any] = {"a": np.zeros(2), "\ud800": 3}
+    load_alone(target, tmp_path, options=LoadOptions(key_map={"\ud800": None}))
+    assert same_bits(target["a"], np.ones(2))
+    load_alone({"a": target["a"]}, tmp_path, options=LoadOptions(key_map={"\ud800": "a"}))
+    assert r"ud800' matches none of the wanted keys" in caplog.text
+    with pytest.raises(StateDictMismatchError) as caught:
+        load_alone({"a": target["a"]}, tmp_path, options=LoadOptions(recipes={"\ud800": stored("a")}))
+    assert caught.value.problems == (r"\ud800: a recipe, and no rank has such a tensor",)
