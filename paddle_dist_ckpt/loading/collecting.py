@@ -67,6 +67,7 @@ def collect(
             for path, one in objects.items()
             if path in free and path not in skipped and adapter.needs_all_entries(one.value)
         },
+        tied=tensors.tied(),
         may_be_missing=key_map.matcher(options.allow_missing),
     )
     said = WantedPaths(
@@ -82,7 +83,7 @@ def collect(
         if arranger is None
         else _records(tensors, dict(zip(asked, values, strict=True)), told.keys, arranger),
         kept=list(leaves.kept),
-        tied=tensors.tied(),
+        tied=wanted.tied,
         frozen=_frozen(leaves, adapter, options, {*told.moved, *skipped}) if thaws else [],
         spared=sorted(skipped) if "object" in wanted.values.values() else [],
         rules="" if arranger is None else arranger.rules,

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import chain
 from types import MappingProxyType
 
+from ..core.cached import cached_property
 from ..core.device_memory import DeviceAccess
 from ..tree.paths import containers_of, join, plain_key
 from .messages import LoadAnswer, Mismatch
@@ -157,8 +158,11 @@ class Fit:
 
     def torn(self, problems: Sequence[Mismatch]) -> list[str]:
         """The paths of distributed tensors that this rank leaves because of these problems, while other ranks may load
-        their parts. Problems that the coordinator has found are left out: all ranks know of them."""
-        return self._distributed({problem.path for problem in problems}.difference(self.answer.unfit))
+        their parts: none that are filled under another path. Problems that the coordinator has found are left out: all
+        ranks know of them."""
+        paths = {problem.path for problem in problems}.difference(self.answer.unfit)
+        untouched = self.untouched if paths else set()
+        return self._distributed({path for path in paths if untouched.issuperset(self._tied.get(path, ()))})
 
     def leave(self, problems: Sequence[Mismatch]) -> list[Mismatch]:
         """Leave the distributed tensors as they are that other ranks have these problems with, some of them perhaps
@@ -167,12 +171,19 @@ class Fit:
         here = set(self.wanted.tensors.paths) if problems else set()
         if nested := {one.key: one for path, one in others.items() if path not in here}:
             others |= {path: nested[key] for path in here if path not in others and (key := plain_key(path)) in nested}
+        also = {one: problem for path, problem in others.items() for one in self._tied.get(path, ())}
+        others = {one: Mismatch.at(one, f"the same tensor as {problem}") for one, problem in also.items()} | others
         known = {*self.answer.skipped, *(problem.path for problem in self.problems)}
         paths = self._distributed(others.keys() - known)
         self.targets.leave(set(paths))
         found = [Mismatch(others[path].key, others[path].text, path) for path in paths]
         self.problems += found
         return found
+
+    @cached_property
+    def _tied(self) -> dict[str, list[str]]:
+        """All paths of the tensor at each path that is not the only one of its."""
+        return {path: group for group in self.wanted.tied for path in group}
 
     def _distributed(self, paths: Set[str]) -> list[str]:
         """Those of these paths at which distributed tensors are wanted."""

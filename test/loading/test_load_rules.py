@@ -775,6 +775,24 @@ def test_tied_shards_on_several_ranks(tmp_path: Path) -> None:
         check_pieces(part, array)
 
 
+@pytest.mark.parametrize("options", [{"strict": False}, {"allow_missing": ["a"], "strict": False}])
+def test_a_tensor_with_two_keys_on_one_rank_and_one_on_others_is_left_whole(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    array = make_array((6, 4))
+    for number, stored in enumerate(({"b": array}, {"a": array[1:], "b": array}, {"a": array, "b": array[1:]})):
+        save_alone(stored, tmp_path, number)
+        for twice in ((0,), (0, 1)):
+            parts = split_rows(array, 2, fill=False)
+            targets = [{"a": part, **({"b": part} if rank in twice else {})} for rank, part in enumerate(parts)]
+            reports = load_on(targets, tmp_path, number, LoadOptions(timeout=60, **options))
+            left = number < 2 and len(twice) == 1
+            for report, part in zip(reports, parts, strict=True):
+                check_pieces(part, np.zeros_like(array) if left else array)
+                assert not left or "a" in report.skipped_keys
+            assert ("b" in reports[0].skipped_keys) == (left or number == 2)
+
+
 def test_views_of_one_memory_with_different_elements_are_not_tied(tmp_path: Path) -> None:
     matrix = make_array((6, 6))
     save_alone({"row": matrix[0, :], "column": matrix[:, 0]}, tmp_path)
