@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 from ..core.cached import cached_property
 from ..core.device_memory import DeviceAccess
@@ -17,9 +18,23 @@ from .resize import Resizing, Rules
 from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
-from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, MISSING, NEEDED, NO_ENTRY, NOT_STORED, OF_TENSORS, value_text
+from .wording import (
+    A_TENSOR,
+    DICTS,
+    LEFT_BY_AOA,
+    LEFT_EMPTY,
+    MEANT,
+    MISSING,
+    NEEDED,
+    NO_ENTRY,
+    NOT_STORED,
+    OF_TENSORS,
+    value_text,
+)
 
 __all__ = ["Fit"]
+
+_EMPTY = {"dict": list[Any]()}  # an empty dict, as it is stored
 
 
 class Fit:
@@ -67,7 +82,8 @@ class Fit:
     def _incomplete_objects(self) -> set[str]:
         """The paths of objects that would refuse what is stored for them, which is a problem unless it may be missing.
 
-        They would do so when all tensors are filled.
+        They would do so when all tensors are filled. It is none if what is stored is empty, as the state is of a
+        disabled scaler: Paddle disables each in the first step of a model that is not in float16.
         """
         wanted, found = self.wanted, set[str]()
         if not wanted.needed:
@@ -81,6 +97,9 @@ class Fit:
                 continue
             found.add(path)
             key = plain_key(path)
+            if self.answer.values.get(path) == _EMPTY:
+                wanted.left.append(Mismatch(key, f"{key}: {LEFT_EMPTY}"))
+                continue
             problem = Mismatch(key, f"{key}: what is stored lacks {', '.join(lacking)}, {NEEDED}")
             is_left = wanted.may_be_missing(key) or all(wanted.may_be_missing(f"{key}.{entry}") for entry in lacking)
             (wanted.left if is_left else self.problems).append(problem)

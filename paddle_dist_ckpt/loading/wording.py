@@ -13,6 +13,7 @@ __all__ = [
     "FOUND_BY_SOME",
     "LEFT",
     "LEFT_BY_AOA",
+    "LEFT_EMPTY",
     "MEANT",
     "MISSING",
     "NEEDED",
@@ -33,6 +34,8 @@ LEFT, SET = "left as it is", "set to its parameter"
 """What became of a tensor of which nothing is loaded; the second of a master weight."""
 LEFT_BY_AOA = f"{LEFT}, as aoa_config says"
 """Why a tensor is skipped that the caller wants to be."""
+LEFT_EMPTY = f"{LEFT}, for the checkpoint has an empty state for it"
+"""Why an object is left that takes no empty state."""
 NOT_STORED = f"{LEFT}, for the checkpoint does not have it"
 """Why a tensor or value is skipped that may be missing."""
 NOT_TAKEN = "adds it to its state_dict(), and its set_state_dict() does not take it"

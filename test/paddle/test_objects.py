@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -902,7 +903,6 @@ def test_what_fully_shard_has_joined_is_refused(tmp_path: Path) -> None:
 
 RATES = paddle.optimizer.lr
 REFUSED = {
-    "a disabled scaler, an enabled one": (lambda: scaler_of(False), lambda: scaler_of(True), "scale, incr_ratio"),
     "another scheduler": (lambda: RATES.StepDecay(0.1, 2), lambda: RATES.ReduceOnPlateau(0.1), "cooldown_counter"),
     "a warm-up before it": (
         lambda: RATES.StepDecay(0.1, 2),
@@ -942,6 +942,24 @@ def test_a_scaler_is_restored_if_it_takes_what_is_stored(tmp_path: Path, saved: 
     scaler = scaler_of(loaded)
     assert load_state_dict({"scaler": scaler}, tmp_path).skipped == ()
     assert not loaded or scaler.state_dict()["scale"].tolist() == [64.0]
+
+
+def test_a_job_in_bfloat16_resumes_with_its_scaler(tmp_path: Path) -> None:
+    """Paddle disables it in the first step, and then it has no state; a fresh one is enabled until its first step."""
+    scaler, fresh = scaler_of(True), scaler_of(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Paddle's, of that
+        scaler.scale(paddle.ones([1]))
+    assert scaler.state_dict() == {}
+    paddle.save({"scaler": {}, "w": paddle.ones([3])}, str(tmp_path / "job.pdparams"))
+    save_state_dict({"scaler": scaler, "w": paddle.ones([3])}, tmp_path / "job")
+    expected = str(fresh.state_dict())
+    for path in (tmp_path / "job", tmp_path / "job.pdparams"):
+        w = paddle.zeros([3])
+        options = LoadOptions(strict="all")
+        report = load_state_dict({"scaler": fresh, "w": w}, path, options=options)
+        assert report.skipped == ("scaler: left as it is, for the checkpoint has an empty state for it",)
+        assert (str(fresh.state_dict()), w.tolist()) == (expected, [1.0, 1.0, 1.0])
 
 
 def test_a_scaler_is_loaded_from_what_paddle_saved(tmp_path: Path) -> None:
