@@ -17,6 +17,7 @@ from ..errors import UnsupportedValueError
 
 __all__ = [
     "JOINED",
+    "OFFLOADED",
     "SCHEDULER",
     "SLICE",
     "all_of_program",
@@ -32,6 +33,8 @@ _DIST_MODEL: Any = getattr(api, "DistModel", ())
 SLICE = "slice@"
 """So the names begin of a rank's parts of what tensor fusion has joined, or group sharding's stage 3 has cut, which do
 not say what parts they are."""
+OFFLOADED = "offload_buffer"
+"""So the names begin of the buffer that has a rank's master weights in group sharding's stage 2 with offload=True."""
 JOINED = "fuse_params_"
 """So the names begin of a rank's pieces of the buffers in which fully_shard() joins parameters."""
 _CONSTANT = re.compile(r"(eager_tmp|generated_tensor)_\d+(\.dist)?")

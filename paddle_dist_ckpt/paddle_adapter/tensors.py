@@ -29,8 +29,9 @@ from .device_copies import PaddleDevices
 from .identity import KnownTensor, TensorIdentity, addresses_of, have_rest, looks_of, read
 from .masters import renew_masters, renew_masters_of_program
 from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
+from .refusals import check_name, check_offloaded, check_plain, check_slice, no_memory
 from .sharded_weight import WeightPart, is_sharded_weight
-from .static_program import SLICE, is_program, program_state, variables_by_address
+from .static_program import OFFLOADED, SLICE, is_program, program_state, variables_by_address
 from .wrappers import refusal, unwrapped
 
 __all__ = ["PaddleAdapter"]
@@ -155,7 +156,7 @@ class PaddleAdapter:
             return view_of_array(value) if isinstance(value, np.ndarray) else self._view_part(value, path)
         is_dist, dtype = value.is_dist(), value.dtype
         if not is_dist:
-            _check_plain(value, path)
+            check_plain(value, path)
         known = self._last
         try:
             # In newer versions of Paddle dtypes are singletons, which is faster to see than that they are equal.
@@ -168,12 +169,12 @@ class PaddleAdapter:
                 known = self._last = self._find(value, is_dist, on_device, path)
                 self._likely[known.look] = known
         except NotImplementedError:  # so Paddle refuses to tell the local shape
-            raise _no_memory(path, value) from None
+            raise no_memory(path, value) from None
         if IS_PADDLE_2_6 and is_dist:
-            _check_name(value.name, path)
+            check_name(value.name, path)
         self._viewed[id(value)] = known
         name, addresses = self._name(value), _addresses(value, known.geometry, known.starts, path)
-        _check_slice(name, path)
+        check_slice(name, path)
         return TensorView(known.geometry, addresses, value, name)
 
     def views(self, values: Sequence[Any], paths: Sequence[str] = ()) -> TensorViews | None:
@@ -200,7 +201,8 @@ class PaddleAdapter:
             name if not name.startswith(_NUMBERED) else self._of_variable(value, name)
             for value, name in zip(values, read("name", values), strict=True)
         ]
-        if SLICE in "\n".join(filter(None, names)):
+        joined = "\n".join(filter(None, names))
+        if SLICE in joined or OFFLOADED in joined:
             return None
         return TensorViews([one.geometry for one in known], addresses, values, names)
 
@@ -234,6 +236,7 @@ class PaddleAdapter:
             raise UnsupportedValueError(f"{key}: the local_tensor of a ShardedWeight must be a dense paddle.Tensor")
         if local.is_dist():
             local = local._local_value()
+        check_offloaded(local, path)
         dtype = self._dtype(local.dtype, key)
         part = WeightPart.of(weight, local.shape, _strides(local, dtype) if local._is_initialized() else None)
         on_device = self.devices is not None and is_on_device(local)
@@ -326,56 +329,8 @@ def _addresses(tensor: Any, geometry: Geometry, starts: tuple[int, ...], path: s
     except (RuntimeError, ValueError):
         base = 0
     if not base:
-        raise _no_memory(path, tensor)
+        raise no_memory(path, tensor)
     return (base + starts[0],) if len(starts) == 1 else tuple(base + start for start in starts)
-
-
-def _no_memory(path: str, tensor: Any) -> UnsupportedValueError:
-    why = (
-        "it was never initialized, or belongs to a layer of which a static-graph program was made (then use the "
-        "DistModel)"
-    )
-    if hasattr(tensor, "fw_storage"):
-        why = "group sharding's stage 3 has cut it; call get_all_parameters() of the model that it wraps, on all ranks"
-    elif hasattr(tensor, "_fusion_buffer"):
-        why = (
-            "fully_shard() has joined it with others, and nothing says where it is; pass it "
-            "enable_tensor_fusion_and_overlap=False"
-        )
-    return UnsupportedValueError(f"{plain_key(path)}: the tensor has no memory; {why}")
-
-
-def _check_name(name: str, path: str) -> None:
-    """Refuse keys that are numbers of the run. So shard_optimizer of Paddle 2.6 names what it distributes."""
-    if name.startswith("generated_tensor_") and path.endswith(f"/{name}"):
-        raise UnsupportedValueError(
-            f"{plain_key(path)}: by this number Paddle 2.6 may call another tensor in another run; save and load the "
-            "optimizer itself instead of its state_dict()"
-        )
-
-
-def _check_slice(name: str | None, path: str) -> None:
-    """Refuse what ranks have under one name, each its own part of something."""
-    is_called_so = path.rpartition("/")[2].startswith(SLICE)
-    if is_called_so or (name or "").startswith(SLICE):
-        raise UnsupportedValueError(
-            f"{plain_key(path)}: this is a rank's slice of parameters that sharding has joined or cut"
-            f"{'' if is_called_so else f' ({name})'}; ranks have different ones under one such name, and "
-            "nothing says of what. Train without enable_tensor_fusion, or group sharding's stage 3, or leave it out"
-        )
-
-
-def _check_plain(value: Any, path: str) -> None:
-    """Refuse plain tensors that cannot be saved or loaded."""
-    if not value.is_dense():
-        raise UnsupportedValueError(
-            f"{plain_key(path)}: sparse tensors cannot be saved or loaded; use to_dense() first"
-        )
-    if getattr(value, "is_distributed", False):
-        raise UnsupportedValueError(
-            f"{plain_key(path)}: a plain tensor that is marked is_distributed is one rank's part of a larger one, and "
-            "says not which. Use the layer's sharded_state_dict(), which says it, or a DistTensor"
-        )
 
 
 def _local(value: Any) -> Any:

@@ -65,7 +65,7 @@ _REFUSED = {
     "ShardingOptimizerStage1": _STATIC,
     "DygraphShardingOptimizerV2": _CUT,
     "FullyShardOptimizer": _CUT,
-    "GroupShardedOptimizerStage2": _CUT,
+    "GroupShardedOptimizerStage2": f"{_CUT}, which it has without offload=True",
 }
 _FUSED = (
     "{name} with tensor_fusion or comm_overlap keeps state of buffers in which parameters are fused as this layout has "

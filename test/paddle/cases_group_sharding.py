@@ -9,7 +9,13 @@ import numpy as np
 import paddle
 from paddle.distributed.sharding import group_sharded_parallel
 
-from paddle_dist_ckpt import LoadOptions, UnsupportedValueError, load_state_dict, save_state_dict
+from paddle_dist_ckpt import (
+    LoadOptions,
+    StateDictMismatchError,
+    UnsupportedValueError,
+    load_state_dict,
+    save_state_dict,
+)
 from test.ranks.group_sharding import on_host
 from test.ranks.groups import group_of
 from test.trainers.samples import adamw
@@ -33,20 +39,20 @@ class Job:
     the middle of a row.
     """
 
-    def __init__(self, stage: str) -> None:
+    def __init__(self, stage: str, kind: str = "bfloat16", **options: Any) -> None:
         self.stage = stage
         self.layer = paddle.nn.Sequential(_Linear(6, 8), _Linear(8, 8), _Linear(8, 9), _Linear(9, 3))
         for i, parameter in enumerate(self.layer.parameters(), 1):
             count = int(np.prod(parameter.shape))
             parameter.set_value(np.linspace(-i, i, count, dtype=np.float32).reshape(parameter.shape) / 20)
-        self.layer.to(dtype="bfloat16")
+        self.layer.to(dtype=kind)
         self.scheduler = paddle.optimizer.lr.StepDecay(0.1, 2)
         optimizer = paddle.optimizer.AdamW(self.scheduler, parameters=self.layer.parameters(), multi_precision=True)
         self.model, self.optimizer, level = self.layer, optimizer, STAGES[stage]
         if level is not None:
             with on_host():
                 self.model, self.optimizer, _ = group_sharded_parallel(
-                    self.layer, optimizer, level, group=group_of(RANKS), segment_size=10
+                    self.layer, optimizer, level, group=group_of(RANKS), segment_size=10, **options
                 )
 
     def train(self, first: int, last: int) -> list[float]:
@@ -129,4 +135,20 @@ def refusals(stage: str, folder: str) -> list[str]:
             save_state_dict(state, folder, group_of(RANKS))
         except UnsupportedValueError as error:
             texts.append(str(error))
+    return texts
+
+
+def refusals_of_offloaded(stage: str, folder: str) -> list[str]:
+    """Why what has its weights on the host too is refused, in a save and in a load."""
+    save_state_dict({"x": Job("none", "float16").layer}, folder, group_of(RANKS), 0)
+    job, texts = Job(stage, "float16", offload=True), []
+    states: dict[str, Any] = {"weights": job.layer.sharded_state_dict(), "objects": job.layer}
+    if stage == "stage 2":
+        states = {"states": job.optimizer.state_dict(), "inner": job.optimizer._optim, "objects": job.optimizer}
+    for state in states.values():
+        for call in (save_state_dict, load_state_dict):
+            try:
+                call({"x": state}, folder, group_of(RANKS), 0)
+            except (UnsupportedValueError, StateDictMismatchError) as error:
+                texts.append(str(error))
     return texts

@@ -44,3 +44,18 @@ def test_objects_are_refused_with_what_to_pass(pool: RankPool, tmp_path: Path, s
             assert "0.bias" not in texts[1]
         else:
             assert len(texts) == 1, "each rank has the whole model"
+
+
+@pytest.mark.parametrize("stage", ["stage 2", "stage 3"])
+def test_what_is_offloaded_is_refused(pool: RankPool, tmp_path: Path, stage: str) -> None:
+    """The weights that are stepped are in a buffer that says of none where it has it, or beside the parameters.
+
+    Of the buffers one rank's was saved, with a warning, and could not be loaded. The step after a load undid it where
+    they are beside the parameters.
+    """
+    for texts in pool.run(cases.refusals_of_offloaded, stage, str(tmp_path), ranks=cases.RANKS):
+        assert len(texts) == (6 if stage == "stage 2" else 4)
+        assert all("offload=True" in text for text in texts)
+        if stage == "stage 3":
+            assert all("0.weight: group sharding's stage 3 with offload=True steps weights" in text for text in texts)
+            assert all("0.bias: " in text for text in texts), "which is not cut"
