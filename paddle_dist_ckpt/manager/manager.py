@@ -199,7 +199,7 @@ class CheckpointManager:
         try:
             step = checked_step(step)
         except ValueError as error:
-            if force or self._schedule.is_multiple(step):  # the other ranks save, and wait for this one
+            if force or self._schedule.is_due_about(step):  # the other ranks save, and wait for this one
                 refuse(self._ranks, self._options, error, save_kind(self._async_save))
             raise
         if not self.should_save(step) and not force:

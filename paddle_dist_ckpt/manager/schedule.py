@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ..core.protocols import Appointments, ControlHub
@@ -51,13 +52,6 @@ class Schedule:
         self._passed_on = self._served
         self.stopping = False
 
-    def is_multiple(self, step: Any) -> bool:
-        """Whether a step is due by its number, and so on all ranks; of what may be none, as far as it is a number."""
-        try:
-            return self._interval_steps is not None and int(step) % self._interval_steps == 0
-        except Exception:  # whatever such things raise
-            return self._interval_steps == 1
-
     def is_due(self, step: int) -> bool:
         """Whether to save at this step, the same on every rank: at multiples, and once for each decision.
 
@@ -71,8 +65,22 @@ class Schedule:
         """
         if self._decided is None or self._decided[0] != step:
             timed = self._interval_seconds is not None and self._is_time(step, self._interval_seconds)
-            self._decided = (step, self._is_stop(step) or timed or self.is_multiple(step))
+            self._decided = (step, self._is_stop(step) or timed or self._is_multiple(step))
         return self._decided[1]
+
+    def is_due_about(self, given: Any) -> bool:
+        """Whether a save is due, and so on all ranks, where a rank gives for its step what is none.
+
+        Its step may be the last one that it came to, if that is due yet, or what ``given`` says as far as it is a
+        number, or else the next one. See :meth:`is_due`.
+        """
+        step, due = self._decided or (0, False)
+        with suppress(Exception):  # whatever such things raise
+            due = due or self._is_multiple(int(given))
+        return due or self.is_due(step + 1)
+
+    def _is_multiple(self, step: int) -> bool:
+        return self._interval_steps is not None and step % self._interval_steps == 0
 
     def _is_time(self, step: int, interval: float) -> bool:
         over = self._timed.leads and not self._wished and self._clock() - self._saved_at >= interval

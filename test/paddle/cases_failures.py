@@ -120,7 +120,7 @@ def call_wrongly(path: str, ranks: int, wrong: int) -> dict[str, Outcome]:
         def items(self) -> Any:
             raise RuntimeError("metrics that cannot be read")
 
-    steps, every_other = manager(), manager(save_interval_steps=2)
+    steps, every_other, timed = manager(), manager(save_interval_steps=2), manager(save_interval_seconds=1e-9)
     save_state_dict(state, path, group, unique_id=0)
     steps.save(0, state)
     save_options, load_options = odd({"timeout": 5}, saving), odd(saving, loading)
@@ -139,6 +139,9 @@ def call_wrongly(path: str, ranks: int, wrong: int) -> dict[str, Outcome]:
         "restore, step": lambda: steps.restore(state, odd(-1, 0)),
         "save, step": lambda: steps.save(odd("1", 1), state),
         "save, step of an interval": lambda: every_other.save(odd(2.0, 2), state),
+        "save, step after another": lambda: [every_other.save(3, state), every_other.save(odd("next", 4), state)],
+        "save, step when it is time": lambda: [timed.save(1, state), timed.all_steps(), timed.save(odd("", 2), state)],
+        "save, step that is due": lambda: [every_other.should_save(6), every_other.save(odd(None, 6), state)],
         "save, metrics": lambda: steps.save(1, state, odd(Metrics(loss=1.0), {"loss": 1.0})),
     }
     outcomes = {name: outcome_of(call) for name, call in calls.items()}

@@ -122,6 +122,9 @@ def test_what_one_rank_passes_wrongly_is_told_to_all(pool: RankPool, tmp_path: P
             "restore, step": f"rank {wrong} calls 'restore step -1'",
             "save, step": "step must be an integer from 0 to below 10**18, not '1'",
             "save, step of an interval": "step must be an integer from 0 to below 10**18, not 2.0",
+            "save, step after another": "step must be an integer from 0 to below 10**18, not 'next'",
+            "save, step when it is time": "step must be an integer from 0 to below 10**18, not ''",
+            "save, step that is due": "step must be an integer from 0 to below 10**18, not None",
             "save, metrics": "metrics that cannot be read",
         }.get(name, "options must be ")
         for outcomes in results:
