@@ -180,7 +180,7 @@ class _HubMaker:
         key = f"{_ATTRIBUTE}/{self._group.id}/{'-'.join(map(str, members))}/{coordinator}"
         try:
             store = _PaddleStore(timeout)
-            secret = agreed_secret(store, f"{key}/secret/{number}", self._rank, members, timeout)
+            secret = agreed_secret(store, f"{key}/secret", self._rank, members, timeout, number)
         except NoSecretAtFirstError as error:
             if coordinator != members[0]:
                 raise

@@ -7,6 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ..control.bootstrap import BootstrapStore
 from ..core.text import ranks_text
@@ -21,6 +22,7 @@ The only one that the library reads. It is no option of a call, for a hub is mad
 comes first, and under a trainer the calls are not the user's.
 """
 _SHORTEST, _LONGEST = 16, 1 << 16
+_POLL_SECONDS = 0.1
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FINE, _REFUSED, _SILENT, _NONE = b"+", b"-", b"?", b"0"
 
@@ -29,11 +31,14 @@ class NoSecretAtFirstError(ValueError):
     """This rank has a secret, and the group's first one has none; so it takes part only to tell the others of that."""
 
 
-def agreed_secret(store: BootstrapStore, key: str, rank: int, ranks: Sequence[int], timeout: float) -> bytes:
+def agreed_secret(
+    store: BootstrapStore, key: str, rank: int, ranks: Sequence[int], timeout: float, attempt: int = 0
+) -> bytes:
     """The job's secret, for the control hubs; empty if it has none.
 
     Each rank tells the first one whether it has it, through the store. Where there is to be one, it hears from the
-    first rank whether all have; where there is none, nobody waits.
+    first rank whether all have; where there is none, nobody waits. Ranks number their attempts alike; but once the
+    first rank has what it needs it makes no other, and what it said then is the answer to any.
 
     Raises:
         NoSecretAtFirstError: this rank has one, and the first rank none.
@@ -43,9 +48,9 @@ def agreed_secret(store: BootstrapStore, key: str, rank: int, ranks: Sequence[in
     name = os.environ.get(SECRET_FILE)
     if not name:
         if rank == ranks[0]:
-            store.set(f"{key}/all", _NONE)
+            store.set(f"{key}/all", b"%d " % attempt + _NONE)
         else:
-            store.set(f"{key}/{rank}", f"rank {rank}: {_unset(ranks[0])}".encode())
+            store.set(f"{key}/{attempt}/{rank}", f"rank {rank}: {_unset(ranks[0])}".encode())
         return b""
     secret, problem = b"", b""
     try:
@@ -53,13 +58,12 @@ def agreed_secret(store: BootstrapStore, key: str, rank: int, ranks: Sequence[in
     except ValueError as error:
         problem = f"rank {rank}: {error}".encode(errors="backslashreplace")
     if rank != ranks[0]:
-        store.set(f"{key}/{rank}", problem)
+        store.set(f"{key}/{attempt}/{rank}", problem)
+        verdict = _heard(store, f"{key}/all", attempt, timeout + 1)  # the first rank waits as long for the last one
     else:
-        store.set(f"{key}/all", _verdict(store, key, ranks, problem, timeout))
-    try:
-        verdict = store.get(f"{key}/all", timeout + 1)  # the first rank waits as long for the last one
-    except TimeoutError:
-        verdict = _SILENT + b"%d" % ranks[0]
+        verdict = _verdict(store, f"{key}/{attempt}", ranks, problem, timeout)
+        store.set(f"{key}/all", b"%d " % attempt + verdict)
+    verdict = verdict or _SILENT + b"%d" % ranks[0]
     if verdict[:1] == _SILENT:
         silent = [int(text) for text in verdict[1:].split(b",")]
         raise CheckpointTimeoutError(
@@ -77,6 +81,20 @@ def agreed_secret(store: BootstrapStore, key: str, rank: int, ranks: Sequence[in
 def _unset(rank: int) -> str:
     """What is wrong with a rank that has no secret, where this one has."""
     return f"${SECRET_FILE} is not set, as it is on rank {rank}; set it on all ranks, or on none"
+
+
+def _heard(store: BootstrapStore, key: str, attempt: int, timeout: float) -> bytes:
+    """What the first rank says to an attempt; empty if it says nothing in time."""
+    deadline = time.monotonic() + timeout
+    with suppress(TimeoutError):
+        while True:
+            made, _, verdict = store.get(key, max(0.0, deadline - time.monotonic())).partition(b" ")
+            if verdict[:1] in (_FINE, _NONE) or (made.isdigit() and int(made) >= attempt):
+                return verdict
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+    return b""
 
 
 def _verdict(store: BootstrapStore, key: str, ranks: Sequence[int], own: bytes, timeout: float) -> bytes:

@@ -305,7 +305,7 @@ def test_all_ranks_hear_of_one_whose_secret_is_none(
 
     def agree(rank: int, bad: bool) -> bytes:
         local.rank = rank if bad else 0
-        return job_secret.agreed_secret(store, str(bad), rank, (0, 1, 2), 30)
+        return job_secret.agreed_secret(store, "k", rank, (0, 1, 2), 30, 0 if bad else 1)
 
     with ThreadPoolExecutor(3) as threads:
         begun = time.monotonic()
@@ -325,6 +325,23 @@ def test_a_rank_that_does_not_speak_of_its_secret_is_named(tmp_path: Path, monke
             with pytest.raises(CheckpointTimeoutError, match=r"rank 1 did not say within") as caught:
                 outcome.result()
             assert caught.value.missing_ranks == (1,)
+
+
+def test_a_rank_that_gave_up_too_early_hears_later_what_was_said_of_the_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank has its hub by then, and does not ask again."""
+    (tmp_path / "secret").write_bytes(b"x" * 20)
+    monkeypatch.setenv(job_secret.SECRET_FILE, str(tmp_path / "secret"))
+    store = Store()
+    with pytest.raises(CheckpointTimeoutError, match=r"rank 0 did not say within"):
+        job_secret.agreed_secret(store, "k", 1, (0, 1, 2), 0.1)
+    with ThreadPoolExecutor(2) as threads:
+        agreed = [threads.submit(job_secret.agreed_secret, store, "k", rank, (0, 1, 2), SOON) for rank in (0, 2)]
+        assert [one.result() for one in agreed] == [b"x" * 20] * 2
+    begun = time.monotonic()
+    assert job_secret.agreed_secret(store, "k", 1, (0, 1, 2), 10 * SOON, 1) == b"x" * 20
+    assert time.monotonic() - begun < SOON
 
 
 class _GoneStore:
