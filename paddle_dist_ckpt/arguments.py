@@ -21,7 +21,7 @@ def as_integer(value: Any) -> int | None:
     """An integer of some kind, Python's or numpy's, as Python's int; None if the value is none, or a bool."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
+    except Exception:  # a TypeError; whatever else tensors raise that have several elements
         return None
 
 

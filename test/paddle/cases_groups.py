@@ -133,6 +133,16 @@ def save_before_others(path: str, ranks: list[int], coordinator: int, timeout: f
     return outcome_of(lambda: save_state_dict({"step": 1}, path, group, coordinator, options=options).unique_id)
 
 
+class Several:
+    """As a tensor of several elements is, asked for its index."""
+
+    def __index__(self) -> int:
+        raise AssertionError("only one element variable can be converted to python index.")
+
+    def __repr__(self) -> str:
+        return "Several()"
+
+
 def name_coordinators(path: str, ranks: list[int], named: dict[int, Any]) -> dict[str, Outcome]:
     """Make each kind of call with the coordinator that this rank is told to name."""
     group, coordinator = _groups[tuple(ranks)], named[dist.get_rank()]

@@ -228,7 +228,7 @@ def test_coordinators_that_differ_are_named_at_once(some: RankPool, tmp_path: Pa
         ] == [True] * 3
 
 
-@pytest.mark.parametrize("wrong", [4, -1, "3", True])
+@pytest.mark.parametrize("wrong", [4, -1, "3", True, cases.Several()], ids=repr)
 def test_a_wrong_coordinator_on_one_rank_is_told_to_all(some: RankPool, tmp_path: Path, wrong: Any) -> None:
     for outcomes in some.run(cases.name_coordinators, str(tmp_path), SOME, {2: 0, 3: wrong, 5: 0}, ranks=SOME):
         for call, outcome in outcomes.items():
