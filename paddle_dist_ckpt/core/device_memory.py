@@ -103,9 +103,9 @@ class NoCopies:
 class DeviceAccess(Protocol):
     """Reaches the memory of the devices that a framework drives."""
 
-    def memories_of(self, tensors: Sequence[Any]) -> Sequence[DeviceBytes]:
+    def memories_of(self, tensors: Sequence[Any], numbers: Sequence[int]) -> Sequence[DeviceBytes]:
         """The memory of tensors on devices (of the ``owner`` of the view of each), from its first element to its last
-        one."""
+        one. Tensors of one number are on the same device, and of the same type."""
         ...
 
     def copies(self) -> Copies:

@@ -171,6 +171,7 @@ def device_arrays(
         geometry, shard = cells[number]
         forms[number] = ArrayForm(shard.box.shape, shard.strides, geometry.dtype.raw)
     with no_collections():
-        memories = devices.memories_of(owners)
+        numbers: list[int] = cell.tolist()
+        memories = devices.memories_of(owners, numbers)
         starts = [address - memory.base for memory, address in zip(memories, addresses, strict=True)]
-        return list(map(DeviceArray, memories, starts, map(forms.__getitem__, cell.tolist())))
+        return list(map(DeviceArray, memories, starts, map(forms.__getitem__, numbers)))

@@ -72,7 +72,7 @@ class Geometry:
             without elements has itself as its one shard.
         reduction: What this rank's shards are, if the tensor is partial.
         writable: Whether a load can fill it.
-        on_device: Whether its memory is a device's, and its addresses mean something there alone.
+        device: The device whose memory it is in, and where alone its addresses mean something; None for the host.
     """
 
     kind: Kind
@@ -82,7 +82,12 @@ class Geometry:
     shards: tuple[LocalShard, ...]
     reduction: Reduction | None = None
     writable: bool = True
-    on_device: bool = False
+    device: str | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether its memory is a device's."""
+        return self.device is not None
 
 
 class TensorView(NamedTuple):

@@ -25,14 +25,13 @@ from paddle.base.framework import _dygraph_place_guard as _place_guard
 from ..core.memory import Bytes1D, array_at
 
 __all__ = [
-    "are_on_device",
     "at_device",
-    "common_place",
+    "device_of",
+    "devices_of",
     "has_devices",
     "has_kernels",
     "host_tensor",
     "is_gpu_build",
-    "is_on_device",
     "name_of",
     "pinned_memory",
 ]
@@ -56,34 +55,35 @@ def is_gpu_build() -> bool:
     return bool(paddle.is_compiled_with_cuda() or paddle.is_compiled_with_rocm())
 
 
-def is_on_device(tensor: Any) -> bool:
-    """Whether the host cannot access a tensor's memory. One without memory is nowhere."""
-    return bool(tensor._is_initialized()) and _is_devices(tensor.place)
+def device_of(tensor: Any) -> str | None:
+    """The device that a tensor is on; None if the host can access its memory, or it has none."""
+    try:
+        return _device_at(tensor.place)
+    except RuntimeError:
+        return None
 
 
-def are_on_device(tensors: Sequence[Any]) -> list[bool]:
+def devices_of(tensors: Sequence[Any]) -> list[str | None]:
     """The same of many. Where there are no devices they are not even looked at.
 
     Raises:
         RuntimeError: there are, and one has no memory.
     """
     if not has_devices():
-        return [False] * len(tensors)
-    place = common_place(tensors)
-    return [_is_devices(one.place) for one in tensors] if place is None else [_is_devices(place)] * len(tensors)
+        return [None] * len(tensors)
+    found, last, device = list[str | None](), None, None
+    for tensor in tensors:
+        place = tensor.place
+        if last is None or not last._equals(place):  # mostly all are at one place
+            last, device = place, _device_at(place)
+        found.append(device)
+    return found
 
 
-def common_place(tensors: Sequence[Any]) -> Any:
-    """Where all tensors are; None if they are at several places, or there are none."""
-    places = (tensor.place for tensor in tensors)  # an object each, which goes before the next one comes
-    first = next(places, None)
-    return first if first is not None and all(map(first._equals, places)) else None
-
-
-def _is_devices(place: Any) -> bool:
-    if place.is_cpu_place():
-        return False
-    return not (place.is_cuda_pinned_place() or getattr(place, "is_xpu_pinned_place", bool)())
+def _device_at(place: Any) -> str | None:
+    if place.is_cpu_place() or place.is_cuda_pinned_place() or getattr(place, "is_xpu_pinned_place", bool)():
+        return None
+    return name_of(place)
 
 
 @cache

@@ -317,12 +317,12 @@ def _write_one(request: _Request) -> _Work:
 class PaddleDevices:
     """The devices that Paddle drives. Implements :class:`..core.device_memory.DeviceAccess`."""
 
-    def memories_of(self, tensors: Sequence[Any]) -> list[TensorBytes]:
+    def memories_of(self, tensors: Sequence[Any], numbers: Sequence[int]) -> list[TensorBytes]:
         """See :class:`..core.device_memory.DeviceAccess`; of a ShardedWeight it is given a tuple."""
         local = [one[0] if isinstance(one, tuple) else one for one in tensors]
         if any(map(paddle.Tensor.is_dist, local)):
             local = [one._local_value() if one.is_dist() else one for one in local]
-        return memories_of(local)
+        return memories_of(local, numbers)
 
     copies = DeviceCopies
 

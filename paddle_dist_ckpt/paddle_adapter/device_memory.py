@@ -14,7 +14,7 @@ import paddle
 
 from ..core.memory import Bytes1D, address_of
 from ..errors import UnsupportedValueError
-from .device import at_device, common_place, has_kernels, host_tensor, name_of
+from .device import at_device, has_kernels, host_tensor, name_of
 
 __all__ = ["MemoryKind", "StridedBytes", "TensorBytes", "memories_of", "strided_writer"]
 
@@ -67,12 +67,8 @@ class MemoryKind:
 _kinds: dict[tuple[str, str], MemoryKind] = {}
 
 
-def memories_of(tensors: Sequence[Any]) -> list[TensorBytes]:
-    """The memory of plain tensors. Mostly all are at one place, which is seen sooner than the kind of each is found."""
-    if common_place(tensors) is None:
-        return list(map(TensorBytes.of, tensors))
-    dtypes = [tensor.dtype for tensor in tensors]
-    numbers = list(map(id, dtypes))  # `dtypes` keeps them alive, so that no two have one id
+def memories_of(tensors: Sequence[Any], numbers: Sequence[int]) -> list[TensorBytes]:
+    """The memory of plain tensors. Those of one number are of the same kind, which is found once: it takes long."""
     kinds = {number: _kind_of(tensor) for number, tensor in dict(zip(numbers, tensors, strict=True)).items()}
     bases = [int(tensor.data_ptr()) for tensor in tensors]
     return list(map(TensorBytes, tensors, map(kinds.__getitem__, numbers), bases))

@@ -13,7 +13,7 @@ from typing import Any
 import paddle
 
 from ..core.tensors import Geometry
-from .device import are_on_device
+from .device import devices_of
 from .placement import local_shape, placement_copies, placement_texts
 
 __all__ = ["KnownTensor", "TensorIdentity", "addresses_of", "have_rest", "looks_of", "read"]
@@ -33,6 +33,7 @@ class KnownTensor:
     dtype: Any
     strides: list[int]
     contiguous: bool
+    device: str | None
     is_dist: bool
     local_shape: list[int] | None  # this and the following are None if it is not a DistTensor
     placements: list[str] | None
@@ -45,21 +46,21 @@ class KnownTensor:
     def look(self) -> tuple[Any, ...]:
         """What tells most tensors apart, with a fast hash. No other dtype has this id as long as this one is kept."""
         local = None if self.local_shape is None else tuple(self.local_shape)
-        return tuple(self.shape), id(self.dtype), local, self.geometry.on_device
+        return tuple(self.shape), id(self.dtype), local, self.device
 
     @staticmethod
-    def of(value: Any, is_dist: bool, geometry: Geometry, starts: tuple[int, ...]) -> KnownTensor:
+    def of(value: Any, is_dist: bool, device: str | None, geometry: Geometry, starts: tuple[int, ...]) -> KnownTensor:
         """What is known of a tensor whose geometry was found."""
         local, texts, copies, mesh = None, None, None, None
         if is_dist:
             local, texts, copies = local_shape(value), placement_texts(value), placement_copies(value)
             mesh = copy.copy(value.process_mesh)
         layout = value.shape, value.dtype, value.strides, value.is_contiguous()
-        return KnownTensor(*layout, is_dist, local, texts, copies, mesh, geometry, starts)
+        return KnownTensor(*layout, device, is_dist, local, texts, copies, mesh, geometry, starts)
 
-    def is_of(self, value: Any, is_dist: bool, on_device: bool) -> bool:
+    def is_of(self, value: Any, is_dist: bool, device: str | None) -> bool:
         """Whether a tensor of this dtype has this geometry. To compare is much faster than to make a geometry."""
-        if value.shape != self.shape or value.strides != self.strides or on_device is not self.geometry.on_device:
+        if value.shape != self.shape or value.strides != self.strides or device != self.device:
             return False
         if not (is_dist and self.is_dist):
             return is_dist is self.is_dist
@@ -123,7 +124,7 @@ def looks_of(values: Sequence[Any]) -> Iterable[tuple[Any, ...]]:
     is_dist = list(map(paddle.Tensor.is_dist, values))
     local = [tuple(local_shape(one)) if dist else None for one, dist in zip(values, is_dist, strict=True)]
     shapes, dtypes = map(tuple, read("shape", values)), map(id, read("dtype", values))
-    return zip(shapes, dtypes, local, are_on_device(values), strict=True)
+    return zip(shapes, dtypes, local, devices_of(values), strict=True)
 
 
 def have_rest(values: Sequence[Any], known: Sequence[KnownTensor]) -> bool:
@@ -145,6 +146,7 @@ def _have(values: Sequence[Any], expected: Mapping[str, list[Any]]) -> bool:
         list(map(paddle.Tensor.is_dist, values)) == is_dist
         and read("dtype", values) == expected["dtype"]
         and read("shape", values) == expected["shape"]
+        and devices_of(values) == expected["device"]
         and list(map(local_shape, _only(values, is_dist))) == _only(expected["local_shape"], is_dist)
         and _have_rest(values, expected)
     )

@@ -24,7 +24,7 @@ from ..tree.objects import ObjectKind, state_of
 from ..tree.paths import occurs, plain_key
 from ..tree.state_dict import Leaves
 from . import objects, optimizers
-from .device import at_device, has_devices, is_on_device
+from .device import at_device, device_of, has_devices
 from .device_copies import PaddleDevices
 from .identity import KnownTensor, TensorIdentity, addresses_of, have_rest, looks_of, read
 from .masters import renew_masters, renew_masters_of_program
@@ -66,7 +66,7 @@ class PaddleAdapter:
         self._known: dict[tuple[Any, ...], list[KnownTensor]] = {}
         self._likely: dict[tuple[Any, ...], KnownTensor] = {}  # the last one of each look
         self._last: KnownTensor | None = None
-        self._sharded: dict[tuple[WeightPart, DType, bool], tuple[Geometry, tuple[int, ...]]] = {}
+        self._sharded: dict[tuple[WeightPart, DType, str | None], tuple[Geometry, tuple[int, ...]]] = {}
         self._stepped: set[str] = set()  # the names of what is frozen and has an optimizer
         self._viewed: dict[int, KnownTensor] = {}  # by the id of each Paddle tensor that was looked at
         self.devices = PaddleDevices() if has_devices() else None
@@ -160,13 +160,13 @@ class PaddleAdapter:
         known = self._last
         try:
             # In newer versions of Paddle dtypes are singletons, which is faster to see than that they are equal.
-            on_device = self.devices is not None and is_on_device(value)
+            device = device_of(value) if self.devices is not None else None
             if (
                 known is None
                 or not (known.dtype is dtype or known.dtype == dtype)
-                or not known.is_of(value, is_dist, on_device)
+                or not known.is_of(value, is_dist, device)
             ):
-                known = self._last = self._find(value, is_dist, on_device, path)
+                known = self._last = self._find(value, is_dist, device, path)
                 self._likely[known.look] = known
         except NotImplementedError:  # so Paddle refuses to tell the local shape
             raise no_memory(path, value) from None
@@ -206,15 +206,17 @@ class PaddleAdapter:
             return None
         return TensorViews([one.geometry for one in known], addresses, values, names)
 
-    def _placed(self, geometry: Geometry, starts: tuple[int, ...], on_device: bool) -> tuple[Geometry, tuple[int, ...]]:
+    def _placed(
+        self, geometry: Geometry, starts: tuple[int, ...], device: str | None
+    ) -> tuple[Geometry, tuple[int, ...]]:
         """The geometry, on the device if it is there, with large shards cut; and where in the memory each shard starts.
 
         Args:
             geometry: The geometry, not cut.
             starts: Where each of its shards starts, in bytes.
-            on_device: Whether the tensor is on a device.
+            device: The device that the tensor is on, if any.
         """
-        if not on_device or not starts:
+        if device is None or not starts:
             return geometry, starts
         shards: list[LocalShard] = []
         cut_starts: list[int] = []
@@ -227,7 +229,7 @@ class PaddleAdapter:
                     moved = tuple(map(sum, zip(box.offset, part.offset, strict=True)))
                     shards.append(LocalShard(Box(moved, part.shape), strides))
                     cut_starts.append(start + sum(map(operator.mul, part.offset, steps)))
-        return dataclasses.replace(geometry, shards=tuple(shards), on_device=True), tuple(cut_starts)
+        return dataclasses.replace(geometry, shards=tuple(shards), device=device), tuple(cut_starts)
 
     def _view_part(self, weight: Any, path: str) -> TensorView:
         """A ShardedWeight. Parts that are the same box are compared, and are divided among the ranks that have them."""
@@ -239,19 +241,19 @@ class PaddleAdapter:
         check_offloaded(local, path)
         dtype = self._dtype(local.dtype, key)
         part = WeightPart.of(weight, local.shape, _strides(local, dtype) if local._is_initialized() else None)
-        on_device = self.devices is not None and is_on_device(local)
-        known = self._sharded.get((part, dtype, on_device))
+        device = device_of(local) if self.devices is not None else None
+        known = self._sharded.get((part, dtype, device))
         if known is None:
-            known = self._sharded[part, dtype, on_device] = self._placed(*part.geometry(dtype, key), on_device)
+            known = self._sharded[part, dtype, device] = self._placed(*part.geometry(dtype, key), device)
         addresses = _addresses(local, *known, path)
         return TensorView(known[0], addresses, (local,), self._name(local))  # not the tensor itself: that is plain
 
-    def _find(self, value: Any, is_dist: bool, on_device: bool, path: str) -> KnownTensor:
+    def _find(self, value: Any, is_dist: bool, device: str | None, path: str) -> KnownTensor:
         """The geometry of a tensor that is not like the one before."""
         shape, dtype = tuple(value.shape), value.dtype
         candidates = self._known.setdefault((shape, dtype), [])
         for known in candidates:
-            if known.is_of(value, is_dist, on_device):
+            if known.is_of(value, is_dist, device):
                 return known
         key = plain_key(path)
         element = self._dtype(dtype, key)
@@ -260,8 +262,8 @@ class PaddleAdapter:
         else:
             shard = LocalShard(whole(shape), _strides(value, element))
             geometry = Geometry(Kind.TENSOR, element, shape, True, (shard,))
-        placed = self._placed(geometry, (0,) * len(geometry.shards), on_device)
-        candidates.append(KnownTensor.of(value, is_dist, *placed))
+        placed = self._placed(geometry, (0,) * len(geometry.shards), device)
+        candidates.append(KnownTensor.of(value, is_dist, device, *placed))
         return candidates[-1]
 
     def _dist_geometry(self, value: Any, shape: tuple[int, ...], dtype: DType, key: str) -> Geometry:

@@ -37,7 +37,7 @@ def set_apart(state: LocalState, targets: LocalTensors, renamed: bool) -> LocalS
         if t in due:
             copies = [_copy(state, row) for row in range(first, stop)]
             shards = tuple(shard._replace(strides=None) for shard in geometry.shards)
-            geometry = dataclasses.replace(geometry, shards=shards, on_device=False)
+            geometry = dataclasses.replace(geometry, shards=shards, device=None)
             owner, addresses = copies, [address_of(copy) for copy in copies]
         tensors.add(path, TensorView(geometry, tuple(addresses), owner, name))
         first = stop

@@ -10,7 +10,7 @@ import pytest
 
 from paddle_dist_ckpt.errors import UnsupportedValueError
 from paddle_dist_ckpt.paddle_adapter import device, device_memory
-from paddle_dist_ckpt.paddle_adapter.device import are_on_device, common_place
+from paddle_dist_ckpt.paddle_adapter.device import devices_of
 from paddle_dist_ckpt.paddle_adapter.device_memory import TensorBytes, memories_of
 from test.paddle.versions import SHARED_HOST_MEMORY, lacks
 
@@ -67,12 +67,12 @@ class _Place:
 
 def test_memory_of_many_tensors_is_that_of_each() -> None:
     tensors = [paddle.zeros([2, 3], dtype=dtype) for dtype in _DTYPES]
-    found = memories_of(tensors)
+    found = memories_of(tensors, [7, 1, 0, 7])
     assert [memory.kind for memory in found] == [TensorBytes.of(tensor).kind for tensor in tensors]
     assert [memory.base for memory in found] == [tensor.data_ptr() for tensor in tensors]
     assert [memory.kind.itemsize for memory in found] == [4, 8, 2, 4]
     assert found[0].kind is found[3].kind
-    assert memories_of([]) == []
+    assert memories_of([], []) == []
 
 
 @pytest.mark.parametrize(
@@ -85,34 +85,33 @@ def test_kinds_of_several_devices_and_dtypes(
 ) -> None:
     monkeypatch.setattr(device_memory, "name_of", lambda place: place.name)
     monkeypatch.setattr(device_memory, "_kinds", {})
-    tensors = [_At(name, *dtype, fresh=fresh) for name, dtype in zip(names, dtypes, strict=True)]
-    kinds = [memory.kind for memory in memories_of(tensors)]
+    of_each = list(zip(names, dtypes, strict=True))
+    tensors = [_At(name, *dtype, fresh=fresh) for name, dtype in of_each]
+    kinds = [memory.kind for memory in memories_of(tensors, list(map(of_each.index, of_each)))]
     assert [(kind.device, str(kind.dtype), kind.itemsize) for kind in kinds] == [
-        (name, *dtype) for name, dtype in zip(names, dtypes, strict=True)
+        (name, *dtype) for name, dtype in of_each
     ]
-    assert len(set(map(id, kinds))) == len(set(zip(names, dtypes, strict=True)))
+    assert len(set(map(id, kinds))) == len(set(of_each))
 
 
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (["gpu:0", "gpu:0"], [True, True]),
-        (["gpu:0", "gpu:1"], [True, True]),
-        (["gpu:0", "host", "pinned"], [True, False, False]),
-        (["gpu:0", "host", "gpu:0"], [True, False, True]),
-        (["host", "gpu:0"], [False, True]),
-        (["pinned", "pinned"], [False, False]),
+        (["gpu:0", "gpu:0"], ["gpu:0", "gpu:0"]),
+        (["gpu:0", "gpu:1"], ["gpu:0", "gpu:1"]),
+        (["gpu:0", "host", "pinned"], ["gpu:0", None, None]),
+        (["gpu:0", "host", "gpu:0"], ["gpu:0", None, "gpu:0"]),
+        (["host", "gpu:0"], [None, "gpu:0"]),
+        (["pinned", "pinned"], [None, None]),
         ([], []),
     ],
 )
-def test_each_tensor_is_looked_at_unless_all_are_at_one_place(
-    monkeypatch: pytest.MonkeyPatch, names: Sequence[str], expected: Sequence[bool]
+def test_device_of_each_tensor(
+    monkeypatch: pytest.MonkeyPatch, names: Sequence[str], expected: Sequence[str | None]
 ) -> None:
     monkeypatch.setattr(device, "has_devices", lambda: True)
-    tensors = [_At(name) for name in names]
-    assert are_on_device(tensors) == expected
-    place = common_place(tensors)
-    assert (place and place.name) == (names[0] if len(set(names)) == 1 else None)
+    monkeypatch.setattr(device, "name_of", lambda place: place.name)
+    assert devices_of([_At(name) for name in names]) == expected
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_each_tensor_is_looked_at_unless_all_are_at_one_place(
 def test_host_memory_as_a_tensor_of_any_type(dtype: str) -> None:
     """Where it is viewed as one of wider items, Paddle 3.0.0 ends the process."""
     tensor = paddle.to_tensor([1, 0, 1, 1]).astype(dtype)
-    (memory,) = memories_of([tensor])
+    (memory,) = memories_of([tensor], [0])
     data = np.zeros(4 * memory.kind.itemsize, np.uint8)
     seen = memory.kind.on_host(data)
     assert seen.dtype == tensor.dtype
@@ -134,7 +133,7 @@ def test_host_memory_as_a_tensor_of_any_type(dtype: str) -> None:
 def test_a_copy_of_host_memory_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Paddle 2.6 makes: what a device copies there is lost."""
     monkeypatch.setattr(device_memory, "host_tensor", lambda data: device.host_tensor(data.copy()))
-    (memory,) = memories_of([paddle.zeros([4])])
+    (memory,) = memories_of([paddle.zeros([4])], [0])
     with pytest.raises(UnsupportedValueError, match="need Paddle 3.0 or newer"):
         memory.kind.on_host(np.zeros(16, np.uint8))
 
@@ -166,7 +165,7 @@ def test_items_are_written_where_they_are_and_nothing_between_them(monkeypatch: 
     monkeypatch.setattr(device_memory, "_assign", _copy_side_by_side)
     assert device_memory.strided_writer("cpu") is None
     monkeypatch.setattr(device_memory, "has_kernels", lambda *names: True)
-    assert memories_of([paddle.zeros([3, 5])])[0].strided(4, [2, 3], [8, 20]) is None
+    assert memories_of([paddle.zeros([3, 5])], [0])[0].strided(4, [2, 3], [8, 20]) is None
 
 
 def _copy_side_by_side(target: paddle.Tensor, source: paddle.Tensor, *_: bool) -> None:

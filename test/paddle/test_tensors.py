@@ -439,7 +439,7 @@ PLACED: dict[str, tuple[Any, tuple[LocalShard, ...], tuple[int, ...]]] = {
 def test_pieces_of_what_is_on_a_device_lie_where_they_say(case: str, piece_bytes: int | None) -> None:
     array, shards, starts = PLACED[case]
     geometry = Geometry(Kind.TENSOR, dtype_named("float32"), array.shape, True, shards)
-    placed, places = PaddleAdapter(0, piece_bytes)._placed(geometry, starts, True)
+    placed, places = PaddleAdapter(0, piece_bytes)._placed(geometry, starts, "gpu:1")
     times = np.zeros(array.shape, int)
     for (box, strides), start in zip(placed.shards, places, strict=True):
         found = np.ndarray(box.shape, np.float32, STRIDED.data, start, strides)
@@ -450,7 +450,7 @@ def test_pieces_of_what_is_on_a_device_lie_where_they_say(case: str, piece_bytes
     for shard in shards:
         expected[shard.box.slices] += 1
     assert np.array_equal(times, expected)
-    assert placed.on_device
+    assert placed.device == "gpu:1"
     if piece_bytes is None:
         assert len(placed.shards) == len(shards)
 
