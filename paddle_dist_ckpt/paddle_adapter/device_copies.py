@@ -40,8 +40,10 @@ _MOST_UNDER_WAY = 4 * PACK_BYTES  # of the device's memory, and of the host's, b
 _REFUSALS = (RuntimeError, NotImplementedError, ValueError, TypeError, OSError, MemoryError)
 
 _Request = tuple[Any, int, int, int]
-_Work = tuple[Sequence[Any], int, Sequence[Callable[[], None]]]
-"""Tensors that are in use until it is done, the bytes of the device's memory among them, and what to do then."""
+_Queued = tuple[int, Sequence[Callable[[], None]]]
+"""Bytes of the device's memory that are in use until copies are done, and what to do then."""
+_Work = Callable[[list[Any]], _Queued]
+"""Queues copies. It may fail after some, so before each it appends to the list what is in use until that is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,8 @@ class DeviceCopies:
         self,
         requests: Sequence[_Request],
         host: Any,
-        copy_pack: Callable[[_PackedCopies], Callable[[], _Work]],
-        copy_one: Callable[[_Request], _Work],
+        copy_pack: Callable[[_PackedCopies], _Work],
+        copy_one: Callable[[_Request, list[Any]], _Queued],
     ) -> None:
         """Queue copies, the small ones together."""
         by_kind: dict[MemoryKind, list[_Request]] = {}
@@ -121,7 +123,7 @@ class DeviceCopies:
             self._run_each(device, alone, copy_one, host)
 
     def _run_each(
-        self, device: str, requests: Sequence[_Request], copy: Callable[[_Request], _Work], host: Any
+        self, device: str, requests: Sequence[_Request], copy: Callable[[_Request, list[Any]], _Queued], host: Any
     ) -> None:
         for first in range(0, len(requests), _TOGETHER):
             some = requests[first : first + _TOGETHER]
@@ -131,7 +133,7 @@ class DeviceCopies:
             for request in strided:
                 self._run(device, [functools.partial(copy, request)], host)
 
-    def _run(self, device: str, works: Sequence[Callable[[], _Work]], host: Any) -> None:
+    def _run(self, device: str, works: Sequence[_Work], host: Any) -> None:
         """Queue works, and remember what is in use until they are done."""
         if not works:
             return
@@ -144,8 +146,7 @@ class DeviceCopies:
             with paddle.device.stream_guard(stream) if stream is not None else nullcontext():
                 try:
                     for work in works:
-                        used, size, more = work()
-                        kept.extend(used)
+                        size, more = work(kept)
                         nbytes += size
                         finishes += more
                 finally:
@@ -164,7 +165,7 @@ class DeviceCopies:
                 stream.wait_event(recorded(paddle.device.current_stream(device), device, ()))
         return self._streams[device]
 
-    def _read_pack(self, pack: _PackedCopies) -> Callable[[], _Work]:
+    def _read_pack(self, pack: _PackedCopies) -> _Work:
         """Copy from a device to the host; straight to where it goes, if that stands together there."""
         data, scratch = self._host_side(pack)
         parts, inner = pack.tensors()
@@ -174,14 +175,15 @@ class DeviceCopies:
                 copy_various(pack.addresses, pack.starts + address_of(scratch), pack.sizes)
                 self._buffers.append(scratch)
 
-        def work() -> _Work:
+        def work(kept: list[Any]) -> _Queued:
             packed, target = paddle.concat(parts), pack.alike(data, inner)
+            kept += [parts, packed, target]
             target.copy_(packed, False)
-            return [parts, packed, target], len(data), [finish]
+            return len(data), [finish]
 
         return work
 
-    def _write_pack(self, pack: _PackedCopies) -> Callable[[], _Work]:
+    def _write_pack(self, pack: _PackedCopies) -> _Work:
         """Copy from the host to a device; what does not stand together on the host is put together there."""
         parts, lengths = pack.to_fill(), (pack.sizes // pack.kind.itemsize).tolist()
         data, scratch = self._host_side(pack)
@@ -192,9 +194,10 @@ class DeviceCopies:
             if scratch is not None:
                 self._buffers.append(scratch)
 
-        def work() -> _Work:
+        def work(kept: list[Any]) -> _Queued:
             source = pack.alike(data, [])
             packed = paddle.empty(source.shape, source.dtype)
+            kept += [parts, packed, source]
             packed.copy_(source, False)
             at = 0
             for first in range(0, len(parts), _SPLIT_COUNT):
@@ -203,7 +206,7 @@ class DeviceCopies:
                 paddle._legacy_C_ops.split(packed._slice(start, at), some, "sections", here, "axis", 0)
             if [part.data_ptr() for part in parts] != pack.expected:
                 raise RuntimeError("Paddle has split a tensor into other memory than it was given")
-            return [parts, packed, source], len(data), [finish]
+            return len(data), [finish]
 
         return work
 
@@ -289,29 +292,24 @@ def _packed(kind: MemoryKind, requests: Sequence[_Request]) -> tuple[list[list[_
     return [[requests[i] for i in pack] for pack in packs], [requests[i] for i in alone]
 
 
-def _read_one(request: _Request) -> _Work:
+def _read_one(request: _Request, kept: list[Any]) -> _Queued:
     memory, start, address, nbytes = request
-    target = memory.alike(bytes_at(address, nbytes))
-    if isinstance(memory, StridedBytes):
-        source = memory.view().contiguous()
-        target.copy_(source, False)
-        return (memory, source, target), nbytes, ()
-    source = memory.part(start, nbytes)
+    target, is_strided = memory.alike(bytes_at(address, nbytes)), isinstance(memory, StridedBytes)
+    source = memory.view().contiguous() if is_strided else memory.part(start, nbytes)
+    kept += (memory, source, target)
     target.copy_(source, False)
-    return (source, target), 0, ()
+    return nbytes if is_strided else 0, ()
 
 
-def _write_one(request: _Request) -> _Work:
+def _write_one(request: _Request, kept: list[Any]) -> _Queued:
     memory, start, address, nbytes = request
-    source = memory.alike(bytes_at(address, nbytes))
-    if isinstance(memory, StridedBytes):
-        between = paddle.empty(source.shape, source.dtype)
-        between.copy_(source, False)
-        memory.write(between)
-        return (memory, source, between), nbytes, ()
-    target = memory.part(start, nbytes)
+    source, is_strided = memory.alike(bytes_at(address, nbytes)), isinstance(memory, StridedBytes)
+    target = paddle.empty(source.shape, source.dtype) if is_strided else memory.part(start, nbytes)
+    kept += (memory, source, target)
     target.copy_(source, False)
-    return (source, target), 0, ()
+    if is_strided:
+        memory.write(target)
+    return nbytes if is_strided else 0, ()
 
 
 class PaddleDevices:

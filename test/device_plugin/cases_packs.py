@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
-from paddle_dist_ckpt.core.memory import bytes_at
+from paddle_dist_ckpt.core.memory import address_of, bytes_at
 from paddle_dist_ckpt.paddle_adapter import device_copies, device_memory
 from paddle_dist_ckpt.paddle_adapter.tensors import PaddleAdapter
 from test.device_plugin import control
@@ -173,6 +174,39 @@ def with_failing_kernels(path: str, operation: str) -> list[str]:
         logger.removeHandler(handler)
         device_copies._without_packs.clear()
     return said
+
+
+def kept_by_a_failing_pack(count: int) -> tuple[list[bool], list[bool], bool]:
+    """Fill tensors by a pack whose split fails when its copy to the device is queued; gives whether what it goes to is
+    still there, before the copy is made and after it, and whether the tensors are right."""
+    targets, made = [paddle.zeros([5], "float32") for _ in range(count)], []
+    values = np.arange(5 * count, dtype="float32")
+    empty = paddle.empty
+
+    def watched(*given: Any) -> paddle.Tensor:
+        tensor = empty(*given)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no room for it")
+
+    memories = device_memory.memories_of(targets, [0] * count)
+    requests = [(memory, 0, address_of(values) + 20 * i, 20) for i, memory in enumerate(memories)]
+    copies = device_copies.DeviceCopies()
+    paddle.device.synchronize()
+    try:
+        with pytest.MonkeyPatch.context() as patch, control.held():
+            patch.setattr(paddle, "empty", watched)
+            patch.setattr(paddle._legacy_C_ops, "split", fail)
+            copies.write(requests, values)
+            before = [reference() is not None for reference in made]
+    finally:
+        device_copies._without_packs.clear()
+    copies.mark().wait()
+    after = [reference() is not None for reference in made]
+    found = np.concatenate([target.numpy() for target in targets])
+    return before, after, bool((found == values).all())
 
 
 def with_kernels_of_the_host(path: str) -> list[str]:

@@ -65,6 +65,11 @@ def test_where_a_pack_fails_each_is_copied_by_itself(devices: DevicePool, tmp_pa
     assert "no room for it" in line
 
 
+def test_what_is_copied_to_is_kept_where_a_pack_fails_after_that(devices: DevicePool) -> None:
+    (found,) = devices.run(cases.kept_by_a_failing_pack, 20, ranks=1)
+    assert found == ([True], [False], True)
+
+
 def test_a_tensor_never_moves_to_the_host(devices: DevicePool, tmp_path: Path) -> None:
     (places,) = devices.run(cases.with_kernels_of_the_host, str(tmp_path), ranks=1)
     assert len(places) == 4
