@@ -181,7 +181,7 @@ def export_request(
     if checked("dtype", dtype, str) is not None and dtype not in floats:
         raise ValueError(f"dtype must be None or a floating-point type ({', '.join(floats)}), not {dtype!r}")
     if (as_integer(max_shard_bytes) or 0) < 1:
-        raise ValueError(f"max_shard_bytes must be a number of bytes above 0, not {max_shard_bytes!r}")
+        raise ValueError(f"max_shard_bytes must be an integer of bytes above 0, not {max_shard_bytes!r}")
     wanted = checked_keys(keys)
     place, number = local_path(out, "out"), checked_id(unique_id)
     if place != encodable(place):

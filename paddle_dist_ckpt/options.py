@@ -82,7 +82,7 @@ class SaveOptions:
         if self.data_suffix is not None:
             _check_choice("data_suffix", self.data_suffix, (".safetensors", ".shards"))
         if self.snapshot_bytes is not None:
-            _set_integer(self, "snapshot_bytes", "None or a number of bytes", lambda number: number >= 0)
+            _set_integer(self, "snapshot_bytes", "None or an integer of bytes", lambda number: number >= 0)
         powers = f"a power of two from 4096 to {_MAX_BLOCK_BYTES}"
         _set_integer(
             self, "block_bytes", powers, lambda size: 4096 <= size <= _MAX_BLOCK_BYTES and size & (size - 1) == 0
@@ -171,7 +171,7 @@ class LoadOptions:
         _check_key_map(self.key_map)
         _check_recipes(self.recipes)
         _check_aoa(self.aoa_config)
-        _set_integer(self, "staging_bytes", "a number of bytes above 0", lambda number: number > 0)
+        _set_integer(self, "staging_bytes", "an integer of bytes above 0", lambda number: number > 0)
         _check_choice("per_rank", self.per_rank, ("refuse", "by_rank", "coordinator"))
         _check_choice("exchange", self.exchange, ("auto", "always", "never"))
         _check_bools(no_dist=self.no_dist, cast=self.cast, separate_folders=self.separate_folders)

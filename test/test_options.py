@@ -160,14 +160,14 @@ def test_what_is_no_options_is_refused(tmp_path: Path, options: Any) -> None:
 
 @pytest.mark.parametrize("number", [-1, 1.0, "1", True])
 def test_the_memory_of_a_snapshot_is_a_number_of_bytes_or_none(number: Any) -> None:
-    with pytest.raises(ValueError, match="snapshot_bytes must be None or a number of bytes, not "):
+    with pytest.raises(ValueError, match="snapshot_bytes must be None or an integer of bytes, not "):
         SaveOptions(snapshot_bytes=number)
     assert SaveOptions(snapshot_bytes=0).snapshot_bytes == 0
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, "1", None, True])
 def test_the_memory_that_stands_between_a_file_and_a_device_is_a_number_of_bytes(number: Any) -> None:
-    with pytest.raises(ValueError, match="staging_bytes must be a number of bytes above 0, not "):
+    with pytest.raises(ValueError, match="staging_bytes must be an integer of bytes above 0, not "):
         LoadOptions(staging_bytes=number)
     assert LoadOptions(staging_bytes=1).staging_bytes == 1
 

@@ -19,7 +19,7 @@ def checked_count(name: str, number: int | None) -> int | None:
     """
     count = as_integer(number)
     if number is not None and (count is None or count < 1):
-        raise ValueError(f"{name} must be None or at least 1, not {number!r}")
+        raise ValueError(f"{name} must be None or an integer of at least 1, not {number!r}")
     return count
 
 
@@ -32,7 +32,7 @@ def check_seconds(seconds: float | None) -> None:
     if seconds is None:
         return
     if not 0 < (as_number(seconds) or 0) < math.inf:
-        raise ValueError(f"save_interval_seconds must be None or more than 0, not {seconds!r}")
+        raise ValueError(f"save_interval_seconds must be None or a number of seconds above 0, not {seconds!r}")
 
 
 def checked_step(step: int) -> int:

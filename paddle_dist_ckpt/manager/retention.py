@@ -36,7 +36,7 @@ class Retention:
             or not isinstance(best[0], str)
             or best[1] not in ("min", "max")
         ):
-            raise ValueError(f"best must be None or a metric's name and 'min' or 'max', not {best!r}")
+            raise ValueError(f"best must be None or a tuple such as ('loss', 'min') or ('score', 'max'), not {best!r}")
 
     @property
     def idle(self) -> str:

@@ -449,16 +449,24 @@ def test_restore_says_what_is_missing(tmp_path: Path) -> None:
     "arguments",
     [
         {"keep_last": 0},
+        {"keep_last": 2.0},
         {"keep_every": -1},
         {"best": "loss"},
+        {"best": ["loss", "min"]},
         {"save_interval_steps": 0},
+        {"save_interval_steps": 1.5},
         {"save_interval_seconds": 0},
+        {"save_interval_seconds": "5"},
         {"save_interval_seconds": float("nan")},
     ],
 )
 def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(arguments))):
+    ((name, value),) = arguments.items()
+    kinds = {"best": "a tuple", "save_interval_seconds": "a number of seconds above 0"}
+    kind = kinds.get(name, "an integer of at least 1")
+    with pytest.raises(ValueError, match=f"^{name} must be None or {kind}.*, not ") as caught:
         CheckpointManager(tmp_path, **arguments)
+    assert str(caught.value).endswith(repr(value))
     with pytest.raises(TypeError):
         CheckpointManager(tmp_path, options={"timeout": 1})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="async_save must be a bool"):
@@ -1193,7 +1201,7 @@ def test_managers_that_differ_are_refused_on_every_rank(pool: RankPool, tmp_path
         assert outcome.error == "ValueError"
         assert "must be the same on every rank: keep_last is 1 on rank 0, " in outcome.message
     for outcome in pool.run(cases.bad_arguments_on_one_rank, str(tmp_path), 3, ranks=3):
-        assert "keep_last must be None or at least 1" in outcome.message
+        assert "keep_last must be None or an integer of at least 1" in outcome.message
     assert pool.run(cases.numpys_arguments, str(tmp_path), 3, ranks=3) == [[]] * 3
 
 
