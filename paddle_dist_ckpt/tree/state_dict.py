@@ -146,7 +146,10 @@ def flatten(state_dict: dict[Any, Any], adapter: Adapter) -> Leaves:
     if not isinstance(given, dict):
         text = f"state_dict must be a dict, not {type(given).__name__}"
         if callable(getattr(given, "state_dict", None)):
-            text += "; pass {'model': it} or its state_dict(), or call save(path, model) and load(path, model)"
+            text += (
+                "; pass {'model': model, 'optimizer': optimizer}, or call save(path, model, optimizer) and "
+                "load(path, model, optimizer)"
+            )
         raise TypeError(text)
     odd = _odd_keys(state_dict)
     if odd:

@@ -17,14 +17,18 @@ list. Everything else is an object with one member, whose name is the tag:
 from __future__ import annotations
 
 import base64
+import collections
 import dataclasses
 import datetime
+import decimal
 import enum
 import io
 import math
 import pathlib
+import random
 import re
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -163,11 +167,11 @@ def to_jsonable(value: Any, key: _Place, depth: int = 0) -> Any:
         if value.size and not value.nbytes:
             raise UnsupportedValueError(f"{_text_of(key)}: an array of items without bytes cannot be stored")
         return {"array": [_numpy_dtype(value.dtype, key), list(value.shape), _base64(value.tobytes())]}
-    advice = next((f"{how}, or " for types, how in _ADVICE if isinstance(value, types)), "")
+    advice = next((f"{how}, or " for kinds, how in _ADVICE if isinstance(value, kinds)), "")
     if not advice and dataclasses.is_dataclass(value) and not isinstance(value, type):
         advice = "dataclasses.asdict(x), or "
-    elif kind.__name__ == "GeneratorState":  # one of Paddle's, which is not imported here
-        advice = "PerRank(paddle_dist_ckpt.rng_state()), or "
+    elif kind.__name__ in _ADVICE_BY_NAME:
+        advice = f"{_ADVICE_BY_NAME[kind.__name__]}, or "
     elif not advice and hasattr(kind, "__array__"):
         advice = "numpy.asarray(x), or "
     tensors = "" if hasattr(kind, "__array__") else "tensors, "  # one in what is a value as a whole
@@ -239,12 +243,22 @@ _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (enum.Enum, "x.value"),
     (tuple, "tuple(x)"),
     ((set, frozenset), "sorted(x)"),
-    (pathlib.PurePath, "str(x)"),
+    ((pathlib.PurePath, decimal.Decimal), "str(x)"),
     ((datetime.date, datetime.time), "x.isoformat()"),
     (datetime.timedelta, "x.total_seconds()"),
     ((bytearray, memoryview), "bytes(x)"),
+    ((collections.deque, range), "list(x)"),
+    (types.MethodType, "x()"),
+    (random.Random, "x.getstate()"),
+    (np.random.Generator, "x.bit_generator.state"),
+    (np.random.RandomState, "x.get_state()"),
 )
 """What to store in the place of a value x of types that cannot be stored; the first that fits counts."""
+
+_ADVICE_BY_NAME = {  # of types of Paddle, which is not imported here
+    "GeneratorState": "PerRank(paddle_dist_ckpt.rng_state())",
+    **dict.fromkeys(("DataLoader", "BatchSampler", "DistributedBatchSampler"), "its epoch and number of used batches"),
+}
 
 
 def _base64(data: bytes) -> str:

@@ -36,6 +36,15 @@ def paths(state_dict: dict[Any, Any]) -> list[str]:
     return [*found.tensor_paths, *found.value_paths]
 
 
+@pytest.mark.parametrize("given", [Adapter(), None, [1]])
+def test_what_is_no_dict_is_refused_and_for_an_object_with_a_state_it_says_what_to_pass(given: Any) -> None:
+    if isinstance(given, Adapter):
+        given.state_dict = dict  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=f"^state_dict must be a dict, not {type(given).__name__}") as caught:
+        flatten(given, ADAPTER)
+    assert ("; pass {'model': model, 'optimizer': optimizer}" in str(caught.value)) == isinstance(given, Adapter)
+
+
 def pairs(found: Leaves) -> list[tuple[str, Any]]:
     return [
         *zip(found.tensor_paths, found.tensors, strict=True),

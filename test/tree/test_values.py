@@ -10,6 +10,7 @@ import decimal
 import enum
 import math
 import pathlib
+import random
 import tracemalloc
 from typing import Any, NamedTuple
 
@@ -272,6 +273,15 @@ class Config:
         (Config(), "dataclasses.asdict(x)"),
         (LikeAnArray(), "numpy.asarray(x)"),
         (type("GeneratorState", (), {})(), "PerRank(paddle_dist_ckpt.rng_state())"),
+        (collections.deque([1]), "list(x)"),
+        (range(3), "list(x)"),
+        (decimal.Decimal("1.5"), "str(x)"),
+        (Config().__init__, "x()"),
+        (random.Random(1), "x.getstate()"),
+        (np.random.default_rng(1), "x.bit_generator.state"),
+        (np.random.RandomState(1), "x.get_state()"),
+        (type("DataLoader", (), {})(), "its epoch and number of used batches"),
+        (type("DistributedBatchSampler", (), {})(), "its epoch and number of used batches"),
         (Config, None),
         (object(), None),
     ],
