@@ -153,6 +153,8 @@ def compare_together(
         CheckpointReplacedError: somebody saved under the same id meanwhile.
     """
     one, other = (Held.of(side, same_checkpoint(session, side.storage, side.unique_id)) for side in (a, b))
+    for held in (one, other):
+        held.check_prefix()
     matched = Matched.of(one, other, pattern)
     if matched.is_empty:
         raise CheckpointNotFoundError("neither checkpoint has a key that was asked for")

@@ -30,12 +30,13 @@ def delete(
     Example:
       paddle-dist-ckpt delete checkpoints 3 --yes
     """
-    from ..folder.delete import delete_with_files
+    from ..folder.delete import check_native, delete_with_files
     from ..folder_calls import read_metadata
     from ..storage import as_storage
 
     alone_only("delete")
     metadata = read_metadata(path, unique_id)
+    check_native(metadata, path)
     size = sum(info.size for info in metadata.files)
     what = f"checkpoint {unique_id} of {metadata.created} in {path}"
     confirm(f"Delete {what}, {count(len(metadata.files), 'file')}, {human_bytes(size)}?", yes)

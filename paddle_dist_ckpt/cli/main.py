@@ -64,7 +64,6 @@ Exit codes:
   130  interrupted
   141  nobody reads the output any more
 
-\b
 Every command has --json, which prints one JSON document on stdout and nothing else there, and --help with an example.
 Colours are for terminals only, and not where NO_COLOR is set.
 """
@@ -74,6 +73,7 @@ _ADVICE = (
     (r"\brebuild_metadata\b", "paddle-dist-ckpt rebuild"),
     (r", or call CheckpointManager\([^\n]*\)\.(restore\(state\)|all_steps\(\))", ""),
     (r"\bgive its unique_id\b", "pass its --id"),
+    (r"\n\(LoadOptions\([^\n]*\)", ""),  # commands have no such option
 )
 
 

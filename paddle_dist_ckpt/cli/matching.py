@@ -10,10 +10,12 @@ from typing import Any
 
 from ..core.dtypes import DType
 from ..core.layouts import Layout
+from ..errors import CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..folder.checkpoint import unless_replaced
 from ..folder.selection import Selection, unread
 from ..storage.base import Storage
+from ..visible import visible
 from .contents import is_value, leaf_values
 from .inspection import matches
 
@@ -71,6 +73,19 @@ class Held:
         """Why what else was asked for cannot be read, by flat key."""
         reasons = ((self._without_prefix(key), why) for key, why in unread(self.metadata, Selection()).items())
         return {key: why for key, why in reasons if key is not None and matches(key, pattern)}
+
+    def check_prefix(self) -> None:
+        """Refuse a prefix that no key has, as if it were mistyped: all of the other checkpoint would count as missing.
+
+        Raises:
+            CheckpointNotFoundError: no key has it.
+        """
+        if self.prefix is not None and not self.unread(None) and next(self.leaves(None), None) is None:
+            hint = f"; a prefix ends without a dot: '{visible(self.prefix[:-1])}'" if self.prefix.endswith(".") else ""
+            raise CheckpointNotFoundError(
+                f"no key of checkpoint {self.metadata.unique_id} in {self.storage.location} is below the prefix "
+                f"'{visible(self.prefix)}'{hint}"
+            )
 
     def _without_prefix(self, key: str) -> str | None:
         if self.prefix is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 import typer
@@ -75,17 +76,26 @@ def print_columns(rows: Iterable[Sequence[str]], head: Sequence[str] = (), right
         widths += [0] * (len(row) - len(widths))
         if len(row) > 1:  # a row of one cell is a line
             for i, cell in enumerate(row):
-                widths[i] = min(max(widths[i], len(visible(cell))), _WIDEST)
+                widths[i] = min(max(widths[i], _width(visible(cell))), _WIDEST)
 
     def line(row: Sequence[str]) -> str:
-        pairs = enumerate(zip(map(visible, row), widths, strict=False))
-        return "  ".join([c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in pairs]).rstrip()
+        cells = [(cell, " " * (width - _width(cell))) for cell, width in zip(map(visible, row), widths, strict=False)]
+        return "  ".join(
+            [blank + cell if i in right else cell + blank for i, (cell, blank) in enumerate(cells)]
+        ).rstrip()
 
     if head:
         say(line(head), "head")
     lines = map(line, rows)
     while some := list(itertools.islice(lines, _LINES)):
         typer.echo("\n".join(some))
+
+
+def _width(text: str) -> int:
+    """How many columns of a terminal a text takes: Chinese letters have two each, marks above a letter none."""
+    if text.isascii():
+        return len(text)
+    return sum((2 if unicodedata.east_asian_width(c) in "WF" else 1) for c in text if not unicodedata.combining(c))
 
 
 def _coloured(err: bool) -> bool:

@@ -130,7 +130,10 @@ def _what_is_there(storage: Storage, names: Sequence[str]) -> Iterator[str]:
     if kinds:
         yield f"its file {encodable(kinds[0][0])} is {kinds[0][1]}"
     elif len(names) == 1:
-        yield f"its file {encodable(names[0])} is of no format that is known"
+        yield (
+            f"its file {encodable(names[0])} is of no format that is known; single files are told by names, which "
+            "end with .safetensors, .pdparams or .pdopt"
+        )
 
 
 def _with_checkpoints(storage: Storage, names: Sequence[str]) -> list[str]:

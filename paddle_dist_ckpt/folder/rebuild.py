@@ -31,7 +31,7 @@ from .claims import EXPIRY, claimed_saves
 from .commit import publish_under
 from .delete import Deletion, removing
 from .foreign import Format, look
-from .ids import metadata_ids, next_id, save_of
+from .ids import metadata_ids, next_id, no_folder_text, save_of
 from .nothing import managers_text, numbers_text
 from .verify import problems_of
 
@@ -57,7 +57,8 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
         there = f"there is one with each of these ids: {numbers_text(ids)}" if ids else ""
         managers = "" if reasons else managers_text(storage) or there
         raise CheckpointNotFoundError(
-            f"{storage.location} has no complete save without a .metadata{':' if reasons else ''}"
+            no_folder_text(storage)
+            or f"{storage.location} has no complete save without a .metadata{':' if reasons else ''}"
             + (f"; {managers}" if managers else f"\n{reasons}".rstrip())
         )
     if len(found) > 1:

@@ -177,8 +177,11 @@ def _examples(metadata: Metadata, paths: Sequence[str]) -> str:
 
 
 def _hint_at_keys(metadata: Metadata, prefix: str | None) -> str:
-    """What to do if keys have a prefix that are not nested, as in files of Hugging Face."""
-    pattern = f"{prefix}.*"
+    """What to do if keys have a prefix that are not nested, as in files of Hugging Face, or one without its dot."""
+    whole = str(prefix).rstrip(".")
+    if whole != prefix and any(below(path, whole) is not None for path in metadata.paths):
+        return f"; a prefix ends without a dot: {_quoted(whole)}"
+    pattern = f"{whole}.*"
     if not any(metadata.key(path).startswith(pattern[:-1]) for path in metadata.paths):
         return ""
     return f"; they are not nested, so keys=[{pattern!r}] selects them, or --key {pattern!r} of a command"

@@ -147,8 +147,8 @@ def flatten(state_dict: dict[Any, Any], adapter: Adapter) -> Leaves:
         text = f"state_dict must be a dict, not {type(given).__name__}"
         if callable(getattr(given, "state_dict", None)):
             text += (
-                "; pass {'model': model, 'optimizer': optimizer}, or call save(path, model, optimizer) and "
-                "load(path, model, optimizer)"
+                "; pass {'model': model, 'optimizer': optimizer} or its state_dict(), or call save(path, model, "
+                "optimizer) and load(path, model, optimizer)"
             )
         raise TypeError(text)
     odd = _odd_keys(state_dict)

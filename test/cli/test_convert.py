@@ -109,6 +109,7 @@ def test_a_prefix_of_keys_that_are_not_nested_is_told_with_the_pattern_that_sele
     to = ("convert", tmp_path / "hf", tmp_path / "out", "--to", "native")
     assert "keys=['model.*'] selects them, or --key 'model.*' of a command" in fails(*to, "--prefix", "model")
     assert "selects them" not in fails(*to, "--prefix", "modle")
+    assert "--key 'model.*' of a command" in fails(*to, "--prefix", "model.")
     assert answer(*to, "--key", "model.*")["tensors"] == 1
 
 
@@ -120,6 +121,7 @@ def test_keys_and_prefixes_are_named_as_they_are_typed(tmp_path: Path) -> None:
     told = re.search("such as '(.*)', means one of them", fails(*to, "--prefix", "a.b"))
     assert told is not None
     assert r"below the prefix 'b\.a'; there are" in fails(*to, "--prefix", r"b\.a")
+    assert "; a prefix ends without a dot: 'a.b'\n" in fails(*to, "--prefix", "a.b.")
     assert r"no key matches ['a\.c']; there are" in fails(*to, "--key", r"a\.c")
     run(*to, "--prefix", told[1])
     assert same_bits(load_file(tmp_path / "out" / "model.safetensors")["x"], one)

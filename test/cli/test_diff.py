@@ -68,7 +68,7 @@ def test_keys_that_are_not_read_are_no_equal_ones(tmp_path: Path) -> None:
     for one, other, side in (("a", "b", "unread_in_a"), ("b", "a", "unread_in_b")):
         assert list(answer("diff", tmp_path / one, tmp_path / other, "w", code=1)[side]) == ["w"]
     prefixes = ("--prefix-a", "x", "--prefix-b", "x")
-    assert "neither checkpoint has a key" in fails("diff", tmp_path / "a", tmp_path / "a", *prefixes)
+    assert "a is below the prefix 'x'\n" in fails("diff", tmp_path / "a", tmp_path / "a", *prefixes)
     assert re.search("w of checkpoint 0 is not read: .*conj", fails("cat", tmp_path / "a", "w"))
     assert re.search("w is not read: .*conj", fails("merge", tmp_path / "a", tmp_path / "out", "--key", "w"))
 
@@ -124,6 +124,9 @@ def test_a_part_by_pattern_and_prefix(tmp_path: Path) -> None:
     assert (found["same"], found["only_in_a"], found["only_in_b"]) == (0, ours, theirs)
     assert answer("diff", *sides, "bfloat*")["same"] == 1
     assert "neither checkpoint has a key" in fails("diff", *sides, "nothing")
+    said = fails("diff", *sides[:2], "--prefix-a", "model.")
+    assert f"in {tmp_path}/a is below the prefix 'model.'; a prefix ends without a dot: 'model'" in said
+    assert f"in {tmp_path}/b is below the prefix 'mod'\n" in fails("diff", *sides, "--prefix-b", "mod")
     for one, other, side in (("a", "b", "only_in_a"), ("b", "a", "only_in_b")):
         found = answer("diff", tmp_path / one, tmp_path / other, "models", code=1)
         assert (found["equal"], found[side]) == (False, ["models.w"])

@@ -135,6 +135,10 @@ def test_errors_advise_commands(tmp_path: Path) -> None:
     assert "or paddle-dist-ckpt rebuild makes it again" in fails("inspect", tmp_path / "a")
     save_alone({"a": make_array((4,))}, step_folder(tmp_path / "steps", 1), 1)
     assert fails("verify", tmp_path / "steps").endswith("step-00000001, the latest\n")
+    (tmp_path / "r.py").write_text("from paddle_dist_ckpt import stored\nrecipes = {'b': stored('no')}")
+    text = fails("merge", tmp_path / "steps" / "step-00000001", tmp_path / "out", "--recipes", tmp_path / "r.py")
+    assert "b: it is made of no, which in the checkpoint is missing" in text
+    assert "LoadOptions" not in text
 
 
 def test_a_folder_of_steps(tmp_path: Path) -> None:
@@ -280,3 +284,14 @@ def test_an_error_that_nobody_has_thought_of_is_told_in_a_line(tmp_path: Path, m
     save_alone({"a": make_array((4,))}, tmp_path)
     monkeypatch.setattr(inspection, "read_checkpoint", unforeseen)
     assert fails("inspect", tmp_path) == "error: KeyError: 'layers' (--debug shows where)\n"
+
+
+def test_columns_stand_below_each_other_whatever_the_letters(tmp_path: Path) -> None:
+    """Chinese letters are as wide as two others on a terminal."""
+    save_alone({"权重": make_array((4,)), "w\u0301": make_array((40,)), "步数": 1, "steps": 2}, tmp_path)
+    lines = run("inspect", tmp_path).split("\n")
+    assert lines[-3:-1] == ["steps  2", "步数   1"]
+    assert [line for line in lines if line.startswith(("├", "└"))] == [
+        "├─ w\u0301     (40)   float32  160 B  whole",
+        "└─ 权重  (4)    float32   16 B  whole",
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import shutil
 import sys
 from collections.abc import Callable
@@ -33,6 +34,13 @@ def test_delete_with_yes(tmp_path: Path) -> None:
     assert "deleted checkpoint 2" in run("delete", tmp_path, 2, "-y")
     assert files_in(tmp_path) == {}
     assert "error: " in fails("delete", tmp_path, 2, "-y")
+
+
+def test_delete_does_not_ask_of_a_checkpoint_of_another_format(tmp_path: Path) -> None:
+    path = tmp_path / "model.pdparams"
+    path.write_bytes(pickle.dumps({"a": ARRAYS["a"]}, 4))
+    for more in ((), ("--yes",)):
+        assert "of the format pdparams; only this library's own can be managed" in fails("delete", path, 0, *more)
 
 
 def test_delete_removes_from_the_folder_that_the_system_finds_by_the_path(tmp_path: Path) -> None:

@@ -196,6 +196,10 @@ def test_a_broken_pipe_of_a_storage_is_an_error_as_others(tmp_path: Path, output
     os.close(start)
 
 
+def test_the_help_is_as_narrow_as_the_terminal() -> None:
+    assert all(len(line) <= 60 for line in process("--help", COLUMNS="60").stdout.split("\n"))
+
+
 def test_nobody_has_to_read_the_help() -> None:
     end, start = os.pipe()
     os.close(end)

@@ -68,6 +68,7 @@ def test_a_lost_metadata_file_is_made_again(tmp_path: Path) -> None:
     assert answer("rebuild", tmp_path) == {"path": str(tmp_path), "unique_id": 4, "save_id": save, "files": 2}
     assert (tmp_path / "4.metadata").read_bytes() == before
     assert "no complete save without a .metadata; there is one with each of these ids: 4" in fails("rebuild", tmp_path)
+    assert f"there is no folder {tmp_path}/nowhere" in fails("rebuild", tmp_path / "nowhere")
     (tmp_path / "4.metadata").unlink()
     assert "recovered checkpoint 4" in run("rebuild", tmp_path, "--save", save)
 
