@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +31,11 @@ def prune(
     ] = None,
     best: Annotated[
         str | None,
-        typer.Option("--best", metavar="NAME:MODE", help="Keep the best step as well: loss:min, accuracy:max."),
+        typer.Option(
+            "--best",
+            metavar="NAME:MODE[:N]",
+            help="Keep the best step, or the N best, as well: loss:min, accuracy:max:3.",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     yes: Yes = False,
@@ -80,14 +85,17 @@ def prune(
         raise typer.Exit(1)
 
 
-def _metric_of(best: str | None) -> tuple[str, str] | None:
-    """A metric's name, and whether its smallest or its largest value is the best, of ``NAME:MODE``."""
+def _metric_of(best: str | None) -> tuple[str, str, int] | None:
+    """A metric's name, whether its smallest or its largest value is the best, and how many of the best are meant, of
+    ``NAME:MODE`` or ``NAME:MODE:N``."""
     if best is None:
         return None
-    name, _, mode = best.rpartition(":")
-    if not name or mode not in ("min", "max"):
-        raise typer.BadParameter("pass a metric's name and min or max, such as loss:min", param_hint="--best")
-    return name, mode
+    found = re.fullmatch(r"(.+):(min|max)(?::([1-9][0-9]{0,8}))?", best, re.DOTALL)
+    if found is None:
+        raise typer.BadParameter(
+            "pass a metric's name and min or max, such as loss:min or loss:min:3", param_hint="--best"
+        )
+    return found[1], found[2], int(found[3] or 1)
 
 
 def _check_known(name: str, facts: StepsFacts) -> None:

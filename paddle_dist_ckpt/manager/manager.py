@@ -66,7 +66,8 @@ class CheckpointManager:
         root: The folder of the steps' folders: a str or a PathLike. Hosts may have folders of their own.
         keep_last: How many of the latest steps to keep; None keeps all.
         keep_every: Also keep the steps that are multiples of this, for good.
-        best: Also keep the best step: the name of a metric, and whether ``"min"`` or ``"max"`` is best.
+        best: Also keep the best step: the name of a metric, and whether ``"min"`` or ``"max"`` is best; behind them,
+            how many of the best to keep, if more than one.
         save_interval_steps: Save at multiples of this.
         save_interval_seconds: Save when this much time has passed since the last save. With neither interval, every
             step is saved.
@@ -102,7 +103,7 @@ class CheckpointManager:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
-        best: tuple[str, Literal["min", "max"]] | None = None,
+        best: tuple[str, Literal["min", "max"]] | tuple[str, Literal["min", "max"], int] | None = None,
         save_interval_steps: int | None = None,
         save_interval_seconds: float | None = None,
         async_save: bool = True,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..arguments import as_integer
 from ..folder.nothing import steps_text
 from .arguments import checked_count
 
@@ -24,19 +25,18 @@ class Retention:
 
     keep_last: int | None
     keep_every: int | None
-    best: tuple[str, str] | None
+    best: tuple[str, str] | tuple[str, str, int] | None
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every"):
             object.__setattr__(self, name, checked_count(name, getattr(self, name)))
         best: Any = self.best
-        if best is not None and (
-            not isinstance(best, tuple)
-            or len(best) != 2
-            or not isinstance(best[0], str)
-            or best[1] not in ("min", "max")
-        ):
-            raise ValueError(f"best must be None or a tuple such as ('loss', 'min') or ('score', 'max'), not {best!r}")
+        if best is None:
+            return
+        name, mode, count = (*best, 1)[:3] if isinstance(best, tuple) and len(best) in (2, 3) else (None, None, None)
+        if not isinstance(name, str) or mode not in ("min", "max") or (as_integer(count) or 0) < 1:
+            allowed = "a tuple such as ('loss', 'min') or ('score', 'max', 3)"
+            raise ValueError(f"best must be None or {allowed}, not {best!r}")
 
     @property
     def idle(self) -> str:
@@ -74,15 +74,16 @@ class Retention:
                 "" if self.keep_last is None else f", and keep_last={self.keep_last} removes the lowest",
             )
 
-    def best_of(self, metrics: Mapping[int, Metrics]) -> int | None:
-        """The best step, the later one of equals; None if there is no metric, or no step has it."""
+    def best_of(self, metrics: Mapping[int, Metrics]) -> list[int]:
+        """The best steps, the best one first and the later one of equals; none if there is no metric, or no step has
+        it."""
         if self.best is None:
-            return None
-        name, mode = self.best
+            return []
+        name, mode, count = (*self.best, 1)[:3]
         sign = -1.0 if mode == "min" else 1.0
         values = {step: sign * found[name] for step, found in metrics.items() if name in found}
         known = {step: value for step, value in values.items() if not math.isnan(value)}
-        return max(known, key=lambda step: (known[step], step), default=None)
+        return sorted(known, key=lambda step: (known[step], step), reverse=True)[:count]
 
     def doomed(self, metrics: Mapping[int, Metrics], newest: int, in_use: Collection[int | None]) -> list[int]:
         """The steps that are not kept, ascending.
@@ -95,5 +96,5 @@ class Retention:
         if self.keep_last is None:
             return []
         steps = sorted(metrics)
-        kept = {newest, self.best_of(metrics), *in_use, *steps[-self.keep_last :]}
+        kept = {newest, *self.best_of(metrics), *in_use, *steps[-self.keep_last :]}
         return [step for step in steps if step not in kept and (self.keep_every is None or step % self.keep_every != 0)]

@@ -173,7 +173,7 @@ class Steps:
         """
         if retention.best is not None:
             self._check_passed_over("best", self.unread)
-        return retention.best_of(self.metrics)
+        return next(iter(retention.best_of(self.metrics)), None)
 
     def _check_passed_over(self, what: str, steps: Iterable[int]) -> None:
         """Refuse to take another step for what one of some that could not be read may be.

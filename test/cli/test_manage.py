@@ -138,6 +138,8 @@ def test_prune_by_the_rules_of_the_manager(tmp_path: Path) -> None:
     assert (planned["kept"], planned["removed"]) == ([150, 200, 300], [100, 250])
     assert len(committed(tmp_path)) == 5
     assert "pass --yes" in fails("prune", tmp_path, *rules)[-300:]
+    three = answer("prune", tmp_path, "--keep-last", 1, "--best", "loss:min:3", "--dry-run")
+    assert (three["kept"], three["removed"]) == ([100, 150, 250, 300], [200])
     assert "would remove 2 steps" in run("prune", tmp_path, *rules, "--dry-run")
     assert "removed 2 steps" in run("prune", tmp_path, *rules, "-y")
     assert committed(tmp_path) == ["step-00000150", "step-00000200", "step-00000300"]
@@ -437,7 +439,7 @@ def test_a_report_does_not_replace_what_appears_while_it_is_made(
 
 def test_wrong_use_of_prune(tmp_path: Path) -> None:
     steps(tmp_path, s100=0.5)
-    for best in ("loss", "loss:least", ":min"):
+    for best in ("loss", "loss:least", ":min", "loss:min:0", "loss:min:x", "loss:3", "loss:min:"):
         assert "such as loss:min" in fails("prune", tmp_path, "--keep-last", 1, "--best", best)
     assert "--keep-last" in fails("prune", tmp_path)
     fails("prune", tmp_path, "--keep-last", 0)

@@ -59,6 +59,8 @@ def look(root: Path) -> Steps:
         (Retention(1, 2, None), [2, 4, 6]),
         (Retention(1, None, ("loss", "min")), [3, 6]),
         (Retention(1, None, ("loss", "max")), [1, 6]),
+        (Retention(1, None, ("loss", "min", 3)), [3, 5, 6]),
+        (Retention(1, 2, ("loss", "max", 2)), [1, 2, 4, 6]),
         (Retention(1, 2, ("loss", "min")), [2, 3, 4, 6]),
         (Retention(None, 2, ("loss", "min")), [1, 2, 3, 4, 5, 6]),
         (Retention(9, None, None), [1, 2, 3, 4, 5, 6]),
@@ -78,10 +80,12 @@ def test_the_newest_commit_and_what_is_being_read_are_kept() -> None:
 
 def test_the_best_step() -> None:
     metrics: dict[int, Any] = {1: {"loss": 2.0}, 2: {"loss": 1.0}, 3: {"loss": 1.0}, 4: {"loss": float("nan")}, 5: {}}
-    assert Retention(1, None, ("loss", "min")).best_of(metrics) == 3
-    assert Retention(1, None, ("loss", "max")).best_of(metrics) == 1
-    assert Retention(1, None, ("accuracy", "max")).best_of(metrics) is None
-    assert Retention(1, None, None).best_of(metrics) is None
+    assert Retention(1, None, ("loss", "min")).best_of(metrics) == [3]
+    assert Retention(1, None, ("loss", "max")).best_of(metrics) == [1]
+    assert Retention(1, None, ("loss", "min", 2)).best_of(metrics) == [3, 2]
+    assert Retention(1, None, ("loss", "max", 9)).best_of(metrics) == [1, 3, 2]
+    assert Retention(1, None, ("accuracy", "max")).best_of(metrics) == []
+    assert Retention(1, None, None).best_of(metrics) == []
 
 
 @pytest.mark.parametrize(

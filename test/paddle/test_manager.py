@@ -453,6 +453,8 @@ def test_restore_says_what_is_missing(tmp_path: Path) -> None:
         {"keep_every": -1},
         {"best": "loss"},
         {"best": ["loss", "min"]},
+        {"best": ("loss", "min", 0)},
+        {"best": ("loss", "min", 1, 1)},
         {"save_interval_steps": 0},
         {"save_interval_steps": 1.5},
         {"save_interval_seconds": 0},
