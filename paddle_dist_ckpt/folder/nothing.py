@@ -129,7 +129,7 @@ def _what_is_there(storage: Storage, names: Sequence[str]) -> Iterator[str]:
     kinds = [(name, kind) for name in names if (kind := _kind_of(storage, name, len(names) == 1)) is not None]
     if kinds:
         yield f"its file {encodable(kinds[0][0])} is {kinds[0][1]}"
-    elif len(names) == 1:
+    elif len(names) == 1 and _is_file(storage, names[0]):
         yield (
             f"its file {encodable(names[0])} is of no format that is known; single files are told by names, which "
             "end with .safetensors, .pdparams or .pdopt"
@@ -152,6 +152,14 @@ def _with_checkpoints(storage: Storage, names: Sequence[str]) -> list[str]:
 def _is_there(storage: Storage, name: str) -> bool:
     try:
         storage.modified(name)
+    except OSError:
+        return False
+    return True
+
+
+def _is_file(storage: Storage, name: str) -> bool:
+    try:
+        storage.size(name)
     except OSError:
         return False
     return True

@@ -22,7 +22,7 @@ from .answering import Answering
 from .key_map import matcher
 from .messages import Mismatch, WantedPaths
 from .recipes import idle_hints
-from .wording import MEANT, MISSING, NEEDED, NO_ENTRY, TRANSPOSE, some_of
+from .wording import MEANT, MISSING, NEEDED, NO_ENTRY, OF_ALL_RANKS, TRANSPOSE, some_of
 
 __all__ = ["NOT_YET", "MismatchCheck", "idle_text"]
 
@@ -124,6 +124,8 @@ class MismatchCheck:
         yield from self._advice_on_transposed(problems)
         if any(NO_ENTRY in line or NOT_YET in line for line in lines):
             yield "tensors that an object makes later must be made before the load, to be in its state_dict()"
+        if any(problem.text.endswith(OF_ALL_RANKS) for problem in problems):
+            yield "what every rank has saved of its own is loaded into PerRank(None), in the place of the value"
         for problem in problems:
             if problem.text.endswith(NEEDED):
                 yield f"LoadOptions(key_map={{{problem.key!r}: None}}) leaves {problem.key} as it is"

@@ -16,7 +16,7 @@ from ..tree.names import scheduler_of
 from ..tree.paths import Part, below, is_own, join, plain_key
 from ..tree.stored_values import leaves_of, parts_of
 from .hints import Hints
-from .wording import A_TENSOR, MEANT, MISSING
+from .wording import A_TENSOR, MEANT, MISSING, OF_ALL_RANKS
 
 __all__ = ["StoredPaths"]
 
@@ -119,10 +119,17 @@ class StoredPaths:
             return f"something that is not read: {self._metadata.left_out[path]}"
         inside = self.below(path)
         if inside:
-            return "what every rank has saved of its own" if is_own(inside[0]) else "a container"
+            return OF_ALL_RANKS if self._is_of_all_ranks(path) else "a container"
         key = plain_key(path)
+        for end in [place.start() for place in re.finditer("/", path)][1:]:
+            if self._is_of_all_ranks(path[:end]):
+                return f"{MISSING}: {plain_key(path[:end])} is {OF_ALL_RANKS}"
         nested = self._hints.nested(key)
         if nested is not None:
             return f"{MISSING}; the checkpoint has it nested otherwise, as state_dict{nested}"
         close = self._hints.of(key, is_tensor=True) if hint else []
         return f"{MISSING}; is {close[0].key!r} {MEANT}" if close else MISSING
+
+    def _is_of_all_ranks(self, path: str) -> bool:
+        inside = self.below(path)
+        return bool(inside) and is_own(inside[0]) and inside[0].rpartition("/")[0] == path

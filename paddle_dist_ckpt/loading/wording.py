@@ -20,6 +20,7 @@ __all__ = [
     "NOT_STORED",
     "NOT_TAKEN",
     "NO_ENTRY",
+    "OF_ALL_RANKS",
     "OF_TENSORS",
     "OVERLAPS_ITSELF",
     "SET",
@@ -30,6 +31,8 @@ __all__ = [
 
 A_TENSOR, OF_TENSORS, MISSING = "a tensor of shape", "a container of tensors", "missing"
 """What is stored at a path."""
+OF_ALL_RANKS = "what every rank has saved of its own"
+"""The same of a PerRank."""
 LEFT, SET = "left as it is", "set to its parameter"
 """What became of a tensor of which nothing is loaded; the second of a master weight."""
 LEFT_BY_AOA = f"{LEFT}, as aoa_config says"

@@ -12,6 +12,7 @@ import paddle
 from paddle.base import core
 
 from ..errors import UnsupportedValueError
+from ..tree.state_dict import PerRank
 
 __all__ = ["rng_state", "set_rng_state"]
 
@@ -39,9 +40,11 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """See :func:`paddle_dist_ckpt.set_rng_state`."""
-    if not isinstance(state, dict) or {*state, "device"} != _PARTS:  # earlier versions did not say which device it was
-        found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"not a state of random generators: a dict with {sorted(_PARTS)} is due, not {found}")
+    given: Any = state
+    if not isinstance(given, dict) or {*given, "device"} != _PARTS:  # earlier versions did not say which device it was
+        found = sorted(map(str, given)) if isinstance(given, dict) else type(given).__name__
+        hint = "; pass what is in it, its value" if isinstance(given, PerRank) else ""
+        raise ValueError(f"not a state of random generators: a dict with {sorted(_PARTS)} is due, not {found}{hint}")
     _check_device(state.get("device"), state["paddle"])
     by_device = _restored(state["paddle"], {kind: _states(kind) for kind in _kinds()}, state.get("device"), "Paddle")
     tracked = _restored(state["fleet"], _tracked(), state.get("device"), "fleet's tracker")

@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_dist_ckpt import UnsupportedValueError, rng_state, set_rng_state
+from paddle_dist_ckpt import PerRank, UnsupportedValueError, rng_state, set_rng_state
 from paddle_dist_ckpt.paddle_adapter import random_state
 from paddle_dist_ckpt.tree.values import decode_value, encode_value
 from test.paddle.versions import RNG_STATE, lacks
@@ -236,3 +236,8 @@ def test_what_is_no_state_is_refused_and_nothing_is_set(case: str) -> None:
     with pytest.raises(ValueError, match="state"):
         set_rng_state(state)
     assert encode_value(rng_state(), "rng") == before
+
+
+def test_a_state_in_its_per_rank_is_refused_with_what_to_pass() -> None:
+    with pytest.raises(ValueError, match="is due, not PerRank; pass what is in it, its value$"):
+        set_rng_state(PerRank(rng_state()))  # type: ignore[arg-type]

@@ -82,6 +82,9 @@ def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
             CheckpointNotFoundError, match=r"notes\.txt is of no format that is known; .*\.safetensors, "
         ):
             call(tmp_path / "notes.txt")
+    save_alone({"n": 1}, tmp_path / "outer" / "below" / "inner")
+    with pytest.raises(CheckpointNotFoundError, match="outer holds no committed checkpoint$"):
+        read_metadata(tmp_path / "outer")
 
 
 @pytest.mark.parametrize(

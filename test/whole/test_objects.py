@@ -390,6 +390,18 @@ def test_an_own_value_against_another(tmp_path: Path) -> None:
     text = str(errors[0])
     assert "a: the state_dict has a value, in the checkpoint it is what every rank has saved of its own" in text
     assert "b: the state_dict has a PerRank, in the checkpoint it is a value" in text
+    assert "what every rank has saved of its own is loaded into PerRank(None), in the place of the value)" in text
+
+
+def test_an_own_value_in_the_place_of_whose_dict_another_is_wanted(tmp_path: Path) -> None:
+    """As where a state of generators is saved in a PerRank, and wanted without it."""
+    saved(2, lambda rank: {"g": {"rng": PerRank({"n": rank, "deep": {"x": np.ones(3)}})}}, tmp_path)
+    text = str(loaded(2, lambda rank: {"g": {"rng": {"n": 1, "deep": {"x": np.zeros(3)}}}}, tmp_path)[0])
+    for key in ("g.rng.n: the state_dict has a value", "g.rng.deep.x: the state_dict has a tensor"):
+        assert f"{key}, in the checkpoint it is missing: g.rng is what every rank has saved of its own" in text
+    assert "is loaded into PerRank(None), in the place of the value)" in text
+    text = str(loaded(2, lambda rank: {"g": 1}, tmp_path)[0])
+    assert "g: the state_dict has a value, in the checkpoint it is a container" in text
 
 
 def test_own_values_and_others_do_not_mix(tmp_path: Path) -> None:
