@@ -29,7 +29,7 @@ def read_values(
     storage: Storage,
     metadata: Metadata,
     rows: Sequence[int],
-    decode: Callable[[memoryview], Any] = decode_value,
+    decode: Callable[[Bytes1D], Any] = decode_value,
 ) -> Iterator[Any]:
     """The values that are stored as entries, for these places in the table, as they are decoded.
 
@@ -47,7 +47,7 @@ def read_values(
         try:
             with decoding(metadata.key(table.paths[row])):
                 room.take(data.data)
-                value = decode(data.data)
+                value = decode(data)
         except CheckpointCorruptedError as error:
             yield error
         else:

@@ -239,7 +239,7 @@ class Targets:
                 continue
             with decoding(plain_key(table.paths[t])):
                 room.take(buffer.data)
-                found[table.paths[t]] = decode_value(buffer.data)
+                found[table.paths[t]] = decode_value(buffer)
         return found
 
     def are_dicts(self) -> list[tuple[str, bool]]:

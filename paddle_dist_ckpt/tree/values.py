@@ -29,7 +29,7 @@ import random
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import msgspec
@@ -84,24 +84,28 @@ def encode_value(value: object, key: str) -> bytes:
     return msgspec.json.encode(to_jsonable(value, key))
 
 
-def decode_value(data: bytes | memoryview) -> Any:
+def decode_value(data: bytes | Bytes1D) -> Any:
     """The value that :func:`encode_value` wrote. Who reads it of a file sees before that there is room for it.
+
+    The memory of an array of numpy is freed as soon as it is parsed, whoever holds on to it.
 
     Raises:
         CheckpointCorruptedError: the data are not such a value.
     """
-    with decoding("a stored value cannot be decoded"), no_collections():
-        return _value(_DECODER.decode(data), 0, False)
+    tree = decode_jsonable(data)
+    if isinstance(data, np.ndarray):
+        data.resize(0, refcheck=False)
+    return from_jsonable(tree, kept=False)
 
 
-def decode_jsonable(data: bytes | memoryview) -> Any:
+def decode_jsonable(data: bytes | Bytes1D) -> Any:
     """The tree that :func:`encode_value` wrote, see :func:`to_jsonable`.
 
     Raises:
         CheckpointCorruptedError: the data are no JSON.
     """
     with decoding("a stored value cannot be decoded"), no_collections():
-        return _DECODER.decode(data)
+        return _DECODER.decode(data if isinstance(data, bytes) else data.data)
 
 
 def in_any_order(tree: Any) -> bytes:
@@ -346,26 +350,34 @@ def _decode_bytes(text: Any) -> bytes:
     if len(text) <= _PIECE:
         return base64.b64decode(text, validate=True)
     data = io.BytesIO()
+    for piece in _decoded_pieces(text):
+        data.write(piece)
+    return data.getvalue()
+
+
+def _decoded_pieces(text: Any) -> Iterator[bytes]:
     for start in range(0, len(text), _PIECE):
         piece = base64.b64decode(text[start : start + _PIECE], validate=True)
-        if data.write(piece) < _PIECE // 4 * 3 and start + _PIECE < len(text):
+        if len(piece) < _PIECE // 4 * 3 and start + _PIECE < len(text):
             raise ValueError("base64 that ends too early")
-    return data.getvalue()
+        yield piece
 
 
 def _decode_array(content: Any) -> Any:
     name, shape, text = content
     if type(shape) is not list or len(shape) > _MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(shape)  # before it is multiplied: a text times a number takes as much memory as somebody likes
-    data = _decode_bytes(text)
     dtype = _decode_dtype(name)
-    if math.prod(shape) * dtype.itemsize != len(data) or (math.prod(shape) and not data):
+    size, at = math.prod(shape) * dtype.itemsize, 0
+    if size != len(text) // 4 * 3 - text.count("=", -2) or (math.prod(shape) and not size):
         raise ValueError("size and shape differ")
-    if dtype.kind == "U" and np.frombuffer(data, f"{dtype.str[0]}u4").max(initial=0) > sys.maxunicode:
+    array = np.zeros(shape, dtype)
+    for piece in _decoded_pieces(text):
+        array.reshape(-1).view(np.uint8)[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        at += len(piece)
+    if dtype.kind == "U" and array.reshape(-1).view(f"{dtype.str[0]}u4").max(initial=0) > sys.maxunicode:
         raise ValueError("no text")
-    if not data:
-        return np.zeros(shape, dtype)
-    return np.frombuffer(data, dtype).reshape(shape).copy()  # its own memory alone: views hold what they are of
+    return array
 
 
 def _decode_numpy(content: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import tracemalloc
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,18 @@ def test_a_value_that_is_no_row_of_bytes_is_a_problem(tmp_path: Path) -> None:
     assert problem == "v: a stored value that is not a row of bytes"
     with pytest.raises(CheckpointCorruptedError, match="v: a stored value that is not a row of bytes"):
         load_whole(tmp_path)
+
+
+@pytest.mark.parametrize("work", [verify, load_whole])
+@pytest.mark.parametrize("kind", ["bytes", "array"])
+def test_long_values_take_twice_their_size(tmp_path: Path, kind: str, work: Callable[[Path], object]) -> None:
+    value = os.urandom(12 << 20) if kind == "bytes" else np.array(["ab"] * (3 << 19))
+    save_alone({"v": [value], "x": np.zeros(4, np.float32)}, tmp_path)
+    work(tmp_path)  # so that what it needs of code is there
+    tracemalloc.start()
+    try:
+        work(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * (16 << 20) + (3 << 20)
