@@ -27,7 +27,7 @@ from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes
 from ..folder.context import check_folders, folders_text
 from ..folder.stored_values import read_values
-from ..storage.base import FolderIdentity
+from ..storage.base import FolderIdentity, Storage
 from ..tree.paths import plain_key
 from ..tree.values import decode_jsonable
 from .answering import Answering
@@ -100,7 +100,9 @@ class LoadCoordinator:
         find_keys = functools.partial(keys_of, wanted.values())
         objects = {plain_key(path) for one in wanted.values() for path, has in one.values.items() if has == "object"}
         ranks, missing = self._session.ranks, self._options.allow_missing
-        self._answering = Answering(metadata, ranks, keys, missing, find_keys, self._stored_form)
+        # Not a method, which would lead back here: all that was told would stay until Python looks for garbage.
+        read = functools.partial(_stored_form, self._storage, metadata, len(self._groups) > 1)
+        self._answering = Answering(metadata, ranks, keys, missing, find_keys, read)
         self._mismatches = MismatchCheck(
             self._storage.location,
             metadata,
@@ -155,17 +157,6 @@ class LoadCoordinator:
         values = np.repeat(metadata.table.kinds != Kind.TENSOR, np.diff(metadata.table.first_shard))
         check_sizes(self._storage, metadata, sorted(set(metadata.table.shard_file[values].tolist())), all_here=False)
         return metadata
-
-    def _stored_form(self, place: int) -> Any:
-        """See :class:`.stored_paths.StoredPaths`; None of a value that is in another folder."""
-        metadata = self._metadata
-        file = metadata.files[metadata.table.shard_file[metadata.table.first_shard[place]]]
-        if len(self._groups) > 1 and file.name not in self._storage.names():
-            return None
-        (found,) = read_values(self._storage, metadata, [place], decode_jsonable)
-        if isinstance(found, CheckpointCorruptedError):
-            raise found
-        return found
 
     def _arranged(self, wanted: Sequence[WantedPaths]) -> dict[str, dict[str, Arranged | None]]:
         """What wanted tensors are made of, by flat key, as the framework says by the rules of each rank."""
@@ -347,3 +338,14 @@ def _left_everywhere(said: Mapping[int, DecideRequest | DoneRequest]) -> list[Mi
             if problem.path in torn:
                 found.setdefault(problem.path, Mismatch(problem.key, f"{problem} (rank {rank})", problem.path))
     return [problem for path, problem in found.items() if leaving[path] < len(said)]
+
+
+def _stored_form(storage: Storage, metadata: Metadata, in_folders: bool, place: int) -> Any:
+    """See :class:`.stored_paths.StoredPaths`; None of a value that is in another folder, if there are several."""
+    file = metadata.files[metadata.table.shard_file[metadata.table.first_shard[place]]]
+    if in_folders and file.name not in storage.names():
+        return None
+    (found,) = read_values(storage, metadata, [place], decode_jsonable)
+    if isinstance(found, CheckpointCorruptedError):
+        raise found
+    return found

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.garbage import no_collections
 from .objects import ObjectKind, OpenedObject
 from .paths import ListIndex, Part, RankIndex, TupleIndex, parent_of, parse_path
 from .state_dict import Leaves
@@ -131,6 +132,7 @@ def _assign(container: Any, changes: dict[Part, Any]) -> Any:
     return tuple(copy) if isinstance(container, tuple) else copy
 
 
+@no_collections()
 def build_tree(leaves: Iterable[tuple[str, Any]]) -> Any:
     """The nested containers that have these leaves at these paths.
 
@@ -142,14 +144,17 @@ def build_tree(leaves: Iterable[tuple[str, Any]]) -> Any:
 
 
 def _settle(node: Any) -> Any:
+    """What a node stands for: a leaf's value, or a container, for which the node's own dict is taken if it can be."""
     if isinstance(node, _Leaf):
         return node.value
-    kinds = {type(part) for part in node}
+    for part, child in node.items():
+        node[part] = _settle(child)
+    kinds = set(map(type, node))
     if kinds == {RankIndex}:
-        return {part.at: _settle(child) for part, child in node.items()}
+        return {part.at: child for part, child in node.items()}
     if (kinds <= {ListIndex} and node) or (kinds <= {TupleIndex} and node):
         items: list[Any] = [None] * (1 + max(part.at for part in node))
         for part, child in node.items():
-            items[part.at] = _settle(child)
+            items[part.at] = child
         return items if ListIndex in kinds else tuple(items)
-    return {part: _settle(child) for part, child in node.items()}
+    return node

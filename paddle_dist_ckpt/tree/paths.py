@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
+from ..core.garbage import no_collections
+
 __all__ = [
     "WILDCARD",
     "Containers",
@@ -133,7 +135,8 @@ def parse_path(path: str) -> tuple[Part, ...]:
     """
     if not path.startswith("/"):
         raise ValueError(f"not a path: {path!r}")
-    return tuple(_parse_part(text) for text in path[1:].split("/"))
+    parts = path[1:].split("/")
+    return tuple(map(_parse_part, parts) if "~" in path else parts)
 
 
 def _parse_part(text: str) -> Part:
@@ -250,6 +253,7 @@ class Containers(NamedTuple):
         return cls(False, [_widened(a[:-1]).replace("\0", "/") for a, b in pairs if b.startswith(a)], [])
 
     @classmethod
+    @no_collections()
     def _by_part(cls, ordered: Sequence[str], most: int) -> Containers:
         count, leaves, mixed = 0, list[str](), dict[str, None]()
         before, kinds = [""], list[str]()  # the kinds of the containers that the path before leads through
@@ -260,10 +264,12 @@ class Containers(NamedTuple):
             if common == len(before) > 1:
                 leaves.append("/".join(before))
             places += sum(lengths[common:])
-            named += path.count("/~l") + path.count("/~t")
+            has_kinds = "/~" in path
+            if has_kinds:
+                named += path.count("/~l") + path.count("/~t")
             del kinds[common:], lengths[common:]
             for i in range(common, len(parts)):
-                kind = parts[i][:2] if parts[i].startswith(("~l", "~t", "~r")) else "dict"
+                kind = parts[i][:2] if has_kinds and parts[i].startswith(("~l", "~t", "~r")) else "dict"
                 if len(kinds) == i - 1:
                     kinds.append(kind)
                     lengths.append(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -175,3 +176,19 @@ def test_long_values_take_twice_their_size(tmp_path: Path, kind: str, work: Call
     finally:
         tracemalloc.stop()
     assert peak < 2 * (16 << 20) + (3 << 20)
+
+
+def test_a_load_leaves_nothing_of_what_it_was_told_to_the_search_for_garbage(tmp_path: Path) -> None:
+    save_alone({"w": np.zeros(4, np.float32), "d": [{"v": i} for i in range(500)]}, tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(load_whole(tmp_path)["d"]) == 500
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = {type(item).__name__ for item in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not left & {"LoadCoordinator", "StoredPaths", "WantedPaths"}
