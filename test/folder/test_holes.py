@@ -41,7 +41,7 @@ from paddle_dist_ckpt.storage.local import LocalStorage
 from paddle_dist_ckpt.storage.local_files import LocalReadable
 from paddle_dist_ckpt.testing import NumpyAdapter
 from test.cli.commands import fails, run
-from test.jobs import load_alone, load_whole
+from test.jobs import load_alone, load_whole, same_bits
 from test.strategies import some
 from test.torture.budgets import bytes_on_disk, cost_of
 from test.torture.crafting import Entry, write_checkpoint
@@ -259,6 +259,24 @@ def test_an_export_keeps_holes(tmp_path: Path, format: str, dtype: str | None, b
     assert found["a"].shape == (50 << 20, 1)
     assert not found["a"].any()
     assert not found["c"].any()
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("format", ["safetensors", "paddle", "pdparams", "native"])
+def test_an_export_writes_no_large_holes_beside_what_is_none(tmp_path: Path, format: str, dtype: str | None) -> None:
+    arrays = {f"{i:02}a": np.arange(1024, dtype=np.float32) + i for i in range(40)}
+    entries = {f"/{key}": Entry([1024], [[]], data=array.tobytes()) for key, array in arrays.items()}
+    holes = {f"/{i:02}b": Entry([1 << 18], [[]]) for i in range(40)}
+    write_checkpoint(tmp_path / "a", entries | holes, block_bytes=4096)
+    out = tmp_path / "out" / ("x.pdparams" if format == "pdparams" else "x")
+    out.parent.mkdir()
+    export(tmp_path / "a", out, format, dtype=dtype)
+    assert bytes_on_disk(out.parent if out.is_file() else out) < bytes_on_disk(tmp_path / "a") + (1 << 20)
+    found = load_whole(out)
+    assert len(found) == 80
+    assert format != "native" or verify(out).ok
+    assert all(same_bits(found[key], array.astype(dtype or "float32")) for key, array in arrays.items())
+    assert not any(found[f"{i:02}b"].any() for i in range(40))
 
 
 def test_holes_of_a_transpose_are_hashed_in_full(tmp_path: Path) -> None:
