@@ -36,7 +36,7 @@ def open_to_read(path: str, anywhere: bool) -> int:
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a device that is not there
             raise _no_file(path) from None
-        if error.errno != errno.ELOOP or not os.path.islink(path):
+        if error.errno != errno.ELOOP or not os.path.lexists(path):  # a folder on the way is a link to itself
             raise
         target = _target(path, anywhere)
         descriptor = _open(target)
@@ -87,6 +87,8 @@ def _target(link: str, anywhere: bool) -> Path:
     except OSError as error:
         if _leads_nowhere(error):
             raise _no_file(link) from None
+        if error.errno == errno.EINVAL:  # while it was followed, something else took its place
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), link) from None
         raise
     of_cache = target.parent.name == "blobs" and _OF_CACHE.match(target.parents[1].name)
     if not (anywhere or of_cache or target.is_relative_to(os.path.realpath(os.path.dirname(link)))):

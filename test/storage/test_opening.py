@@ -109,6 +109,31 @@ def test_a_file_that_stays_stale_is_an_error(
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
+@pytest.mark.parametrize("call", ["open", "readlink"])
+def test_a_link_that_a_file_replaces_while_it_is_followed_is_opened_again(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    put(storage, "y", b"old")
+    (tmp_path / "x").symlink_to("y")
+    real, left = getattr(os, call), [1]
+
+    def replaced(path: Any, *args: Any, **more: Any) -> Any:
+        if not left or not str(path).endswith("/x"):
+            return real(path, *args, **more)
+        left.pop()
+        if call == "readlink":
+            os.rename(tmp_path / "y", path)
+            return real(path)
+        try:
+            return real(path, *args, **more)
+        finally:
+            os.rename(tmp_path / "y", path)
+
+    monkeypatch.setattr(os, call, replaced)
+    assert storage.read("x") == b"old"
+    assert not left
+
+
 def read_in_both_ways(storage: LocalStorage, name: str) -> bytes:
     file = storage.open(name)
     buffer = np.zeros(file.size, np.uint8)
