@@ -28,6 +28,7 @@ __all__ = [
     "pieces_of",
     "places_of_equals",
     "places_within",
+    "run_edges",
     "sums_by",
     "unpack_column",
     "unpack_signed",
@@ -115,6 +116,15 @@ def places_of_equals(values: IntArray) -> list[IntArray]:
 def edges_of(counts: IntArray) -> IntArray:
     """Where runs of these lengths start, one behind the other, and behind the last the end, ``[runs + 1]``."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+
+
+def run_edges(*columns: IntArray | Mask) -> IntArray:
+    """Where runs of rows that are equal in these columns start, and behind the last the end, ``[runs + 1]``."""
+    size = len(columns[0])
+    if not size:
+        return np.zeros(1, np.int64)
+    changes = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return np.concatenate([[0], np.flatnonzero(changes) + 1, [size]])
 
 
 def places_within(counts: IntArray, start: IntArray | int = 0) -> IntArray:

@@ -98,7 +98,7 @@ class Exchange:
         """
         rows = [self.needs.rows_on_device(needs_of(one)) for one in rounds]
         staging = RoundStaging(self.needs.targets, self.copies, rows, self.staging_bytes, self.begun)
-        messages = [messages_of(one) for one in rounds]
+        messages = [messages_of(one, self.session.rank) for one in rounds]
         self._on_host = not any(map(len, rows))
         ahead = _ReadingAhead([functools.partial(self._read, one, i) for i, one in enumerate(messages)])
         try:
@@ -147,7 +147,7 @@ class Exchange:
                     packed = np.frombuffer(outgoing[address], entry.dtype.raw, box.size, at).reshape(box.shape)
                     consumers.append(Consumer(box, packed))
                     at += packed.nbytes
-            if message.pack is not None:
+            if message.has_pack:
                 items.append(
                     message.sent(address_of(outgoing[address]) + at) if is_sent else self.needs.items(message.kept)
                 )
@@ -182,7 +182,7 @@ class Exchange:
 
     def _blocks(self, message: Message) -> int:
         """The size of the blocks of which a message for all consists; 0 if they are not whole, or of several units."""
-        if message.pack is not None:
+        if message.has_pack:
             return 0
         unit, parcel = message.parts[0]
         whole = unit.whole and parcel.destination == ALL and message.parts[-1][0] is unit
@@ -210,7 +210,7 @@ class Exchange:
 
     def _find_whole_target(self, message: Message) -> Bytes1D | None:
         start = stop = 0
-        if message.pack is not None:
+        if message.has_pack:
             return None
         for i, (_, parcel) in enumerate(message.parts):
             if parcel.row < 0:

@@ -12,15 +12,14 @@ __all__ = [
     "ExchangeAnswer",
     "ExchangeRequest",
     "ExchangeRound",
+    "KeptPacks",
     "PackKind",
-    "PackOrder",
     "ParcelOrder",
+    "SentPacks",
     "ShardNeeds",
     "ShardOrder",
     "UnitOrder",
 ]
-
-_EMPTY = Column("<u1", b"")
 
 
 class ShardNeeds(msgspec.Struct, frozen=True, array_like=True):
@@ -106,37 +105,53 @@ class PackKind(msgspec.Struct, frozen=True, array_like=True, gc=False):
     box: Box
 
 
-class PackOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Boxes of small shards that one rank reads for one rank (``ALL``: for all others), in columns.
+class SentPacks(msgspec.Struct, frozen=True, array_like=True):
+    """Boxes of small shards that one rank reads for others in a round, in columns.
 
-    The rank that they are for, which may be the reader, is told its own needs, ``rows``. A reader that sends them is
-    told of each in which of the ``files`` its shard is, where, with which block, and which of the ``kinds`` and of the
-    ``keys`` it has. A reader that keeps them is told the files.
+    Of those for each of the ``destinations`` (``ALL``: for all others) there are ``counts``, one behind the other. Each
+    has what it is in: which of the ``files``, where, with which block; and which of the ``kinds`` and of the ``keys``
+    it has.
     """
 
-    reader: int
-    destination: int
-    rows: Column = _EMPTY
-    files: list[str] = []
-    file: Column = _EMPTY
-    start: Column = _EMPTY
-    block: Column = _EMPTY
-    kind: Column = _EMPTY
-    kinds: list[PackKind] = []
-    keys: list[str] = []
-    key: Column = _EMPTY
+    destinations: list[int]
+    counts: Column
+    files: list[str]
+    file: Column
+    start: Column
+    block: Column
+    kind: Column
+    kinds: list[PackKind]
+    keys: list[str]
+    key: Column
+
+
+class KeptPacks(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's own needs of small shards that a round brings something for, in columns.
+
+    Of those that each of the ``readers`` has for it there are ``counts``, one behind the other; ``for_all`` says which
+    come with what is for all ranks. ``rows`` are the rank's own numbers of the needs, and ``files`` those that it reads
+    itself for it.
+    """
+
+    readers: list[int]
+    for_all: list[bool]
+    counts: Column
+    rows: Column
+    files: list[str]
 
 
 class ExchangeRound(msgspec.Struct, frozen=True, array_like=True):
     """One rank's part in one round of an exchange, the units in the same order on all ranks.
 
-    ``senders`` are the ranks that send to single ranks, each with the size of its largest message. ``packs`` are what
-    is sent of small shards, one at most from each rank to each, behind what the units have for the same message.
+    ``senders`` are the ranks that send to single ranks, each with the size of its largest message. ``sent`` and
+    ``kept`` are what it reads of small shards for others, and what it gets of them, behind what the units have for the
+    same messages.
     """
 
     units: list[UnitOrder]
     senders: list[tuple[int, int]]
-    packs: list[PackOrder] = []
+    sent: SentPacks | None = None
+    kept: KeptPacks | None = None
 
 
 class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -156,7 +171,8 @@ class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
     def files(self) -> set[str]:
         """The files that the rank reads."""
         units = {unit.shard.file for one in self.rounds for unit in one.units if unit.shard is not None}
-        return units.union(*(pack.files for one in self.rounds for pack in one.packs))
+        packs = (packs for one in self.rounds for packs in (one.sent, one.kept) if packs is not None)
+        return units.union(*(pack.files for pack in packs))
 
 
 prepare(list(vars().values()))

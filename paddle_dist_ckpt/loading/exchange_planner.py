@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from ..core.box import flat_range
 from ..core.boxes import Boxes
 from ..core.cached import cached_property
-from ..core.columns import IntArray, all_of, narrow, pack_column
+from ..core.columns import IntArray, Mask, all_of, edges_of, narrow, pack_column, run_edges
 from ..core.grouping import group_rows
 from ..core.layouts import LayoutBoxes
 from ..files.metadata import Metadata
@@ -22,9 +23,10 @@ from ..planning.exchange_plan import ALL, ExchangeShard, Need, Unit, plan_exchan
 from .exchange_orders import (
     ExchangeAnswer,
     ExchangeRound,
+    KeptPacks,
     PackKind,
-    PackOrder,
     ParcelOrder,
+    SentPacks,
     ShardNeeds,
     ShardOrder,
     UnitOrder,
@@ -76,12 +78,11 @@ class ExchangePlanner:
         for one in plan:
             units = [unit for unit in one if isinstance(unit, Unit)]
             packs = self._packs([pack for pack in one if isinstance(pack, Pack)], places)
-            senders = self._senders(units, shards, packs)
-            told: dict[int, list[PackOrder]] = {}
-            for place, order, _ in packs:
-                told.setdefault(place, []).append(order)
+            sent, sizes = self._sent(packs)
+            kept = self._kept(packs)
+            senders = self._senders(units, shards, sizes)
             for place, (mine, orders) in enumerate(zip(rounds, self._told(units, shards), strict=True)):
-                mine.append(ExchangeRound(orders, senders, told.get(place, [])))
+                mine.append(ExchangeRound(orders, senders, sent.get(place), kept.get(place)))
         return rounds
 
     def _large(self, places: IntArray) -> tuple[dict[int, ExchangeShard], dict[int, list[Need]]]:
@@ -112,79 +113,89 @@ class ExchangePlanner:
         self,
         units: Sequence[Unit],
         shards: Mapping[int, ExchangeShard],
-        packs: Sequence[tuple[int, PackOrder, int]],
+        sizes: dict[tuple[int, int], int],
     ) -> list[tuple[int, int]]:
-        """The readers that send to single ranks in a round, each with the size of its largest message."""
-        sizes: dict[tuple[int, int], int] = {}
+        """The readers that send to single ranks in a round, each with the size of its largest message; ``sizes`` are
+        those of packs, by reader and destination."""
         for unit in units:
             for parcel in () if unit.to_all else unit.parcels:
                 if parcel.destination != unit.reader:
-                    pair = (self._ranks[unit.reader], self._ranks[parcel.destination])
+                    pair = unit.reader, parcel.destination
                     sizes[pair] = sizes.get(pair, 0) + parcel.box.size * shards[unit.shard].itemsize
-        for _, order, nbytes in packs:
-            if order.keys and order.destination != ALL:
-                pair = (order.reader, order.destination)
-                sizes[pair] = sizes.get(pair, 0) + nbytes
         largest: dict[int, int] = {}
-        for (source, _), size in sizes.items():
+        for (reader, _), size in sizes.items():
+            source = self._ranks[reader]
             largest[source] = max(largest.get(source, 0), size)
         return sorted(largest.items())
 
-    def _packs(self, packs: Sequence[Pack], places: IntArray) -> list[tuple[int, PackOrder, int]]:
-        """What is told of the packs of a round: who is told, what, and how many bytes that is."""
-        needs = self._needs
-        received: dict[tuple[int, int, int], list[IntArray]] = {}
-        sent: dict[tuple[int, int], list[IntArray]] = {}
-        for pack in packs:
-            met = places[pack.needs]
-            met = met[np.argsort(needs.rank[met], kind="stable")]
-            parts_of = np.split(met, np.flatnonzero(np.diff(needs.rank[met])) + 1)
-            by_rank = {int(needs.rank[part[0]]): part for part in parts_of}
-            for rank, part in by_rank.items():
-                destination = ALL if pack.to_all and rank != pack.reader else rank
-                received.setdefault((pack.reader, destination, rank), []).append(part)
-            others = [(rank, part) for rank, part in by_rank.items() if rank != pack.reader]
-            for rank, part in others[:1] if pack.to_all else others:
-                sent.setdefault((pack.reader, ALL if pack.to_all else rank), []).append(part)
-        told = []
-        for (reader, destination, rank), parts in received.items():
-            told.append((rank, self._for_taker(reader, destination, rank, np.concatenate(parts)), 0))
-        for (reader, destination), parts in sent.items():
-            part = np.concatenate(parts)
-            told.append((reader, self._for_sender(reader, destination, part), int(needs.nbytes[part].sum())))
+    def _packs(self, packs: Sequence[Pack], places: IntArray) -> _Packs:
+        """The needs that the packs of a round meet, and for whom they are."""
+        counts = [len(pack.needs) for pack in packs]
+        need = places[np.concatenate([np.zeros(0, np.int64), *(pack.needs for pack in packs)])]
+        reader = np.repeat(np.array([pack.reader for pack in packs], np.int64), counts)
+        to_all = np.repeat(np.array([pack.to_all for pack in packs], bool), counts)
+        rank = self._needs.rank[need].astype(np.int64)
+        others = np.where(rank == reader, len(self._ranks), rank)
+        # What is for all is sent as the first of the others needs it.
+        first = np.minimum.reduceat(others, edges_of(np.array(counts, np.int64))[:-1]) if packs else others
+        return _Packs(need, rank, reader, to_all & (rank != reader), np.repeat(first, counts) == rank)
+
+    def _kept(self, packs: _Packs) -> dict[int, KeptPacks]:
+        """What ranks are told of needs of their own, by position."""
+        needs, told = self._needs, dict[int, KeptPacks]()
+        order = np.lexsort((packs.for_all, packs.reader, packs.rank))
+        need, rank, reader, for_all = (column[order] for column in packs[:4])
+        for start, stop in itertools.pairwise(run_edges(rank).tolist()):
+            place, mine = int(rank[start]), slice(start, stop)
+            edges = run_edges(reader[mine], for_all[mine])
+            firsts = start + edges[:-1]
+            told[place] = KeptPacks(
+                readers=[self._ranks[i] for i in reader[firsts].tolist()],
+                for_all=for_all[firsts].tolist(),
+                counts=pack_column(np.diff(edges)),
+                rows=pack_column(needs.row[need[mine]]),
+                files=self._files(needs.shard[need[mine][reader[mine] == place]])[0],
+            )
         return told
 
-    def _for_taker(self, reader: int, destination: int, rank: int, part: IntArray) -> PackOrder:
-        """What a rank is told of needs of its own."""
-        files = self._files(self._needs.shard[part])[0] if rank == reader else []
-        rows = pack_column(self._needs.row[part])
-        return PackOrder(self._ranks[reader], self._global(destination), rows, files)
-
-    def _for_sender(self, reader: int, destination: int, part: IntArray) -> PackOrder:
-        """What a reader is told of others' needs."""
+    def _sent(self, packs: _Packs) -> tuple[dict[int, SentPacks], dict[tuple[int, int], int]]:
+        """What readers are told of others' needs, by position; and how many bytes go from each to each other rank."""
         needs, table = self._needs, self._metadata.table
-        shard = needs.shard[part]
-        files, file = self._files(shard)
+        chosen = np.flatnonzero((packs.rank != packs.reader) & (~packs.for_all | packs.is_first))
+        destination = np.where(packs.for_all, ALL, packs.rank)[chosen]
+        reader = packs.reader[chosen]
+        order = np.lexsort((destination, reader))
+        need, reader, destination = packs.need[chosen][order], reader[order], destination[order]
+        shard, nbytes = needs.shard[need], edges_of(needs.nbytes[need])
         tensor = table.shard_tensor[shard]
-        columns = np.column_stack([self._shape_of(shard), table.dtype_of[tensor], needs.box[part]])
-        first, kind = group_rows(columns)
-        keyed, key = np.unique(tensor, return_inverse=True)
+        first, kind = group_rows(np.column_stack([self._shape_of(shard), table.dtype_of[tensor], needs.box[need]]))
         kinds = [
             PackKind(shape, table.dtypes[t].name, needs.boxes.box(box, len(shape)))
-            for box, (t, shape) in zip(needs.box[part[first]].tolist(), self._shapes(shard[first]), strict=True)
+            for box, (t, shape) in zip(needs.box[need[first]].tolist(), self._shapes(shard[first]), strict=True)
         ]
-        return PackOrder(
-            reader=self._ranks[reader],
-            destination=self._global(destination),
-            files=files,
-            file=pack_column(file),
-            start=pack_column(table.data_offsets[shard]),
-            block=pack_column(self._first_block[shard]),
-            kind=pack_column(kind),
-            kinds=kinds,
-            keys=[self._metadata.key(table.paths[t]) for t in keyed.tolist()],
-            key=pack_column(key.reshape(-1)),
-        )
+        told, sizes = dict[int, SentPacks](), dict[tuple[int, int], int]()
+        for start, stop in itertools.pairwise(run_edges(reader).tolist()):
+            place, mine = int(reader[start]), slice(start, stop)
+            edges = run_edges(destination[mine])
+            to = destination[start + edges[:-1]].tolist()
+            moved = np.diff(nbytes[start + edges]).tolist()
+            sizes.update(((place, r), n) for r, n in zip(to, moved, strict=True) if r != ALL)
+            files, file = self._files(shard[mine])
+            keyed, key = np.unique(tensor[mine], return_inverse=True)
+            used, kind_of = np.unique(kind[mine], return_inverse=True)
+            told[place] = SentPacks(
+                destinations=[r if r == ALL else self._ranks[r] for r in to],
+                counts=pack_column(np.diff(edges)),
+                files=files,
+                file=pack_column(file),
+                start=pack_column(table.data_offsets[shard[mine]]),
+                block=pack_column(self._first_block[shard[mine]]),
+                kind=pack_column(kind_of.reshape(-1)),
+                kinds=[kinds[i] for i in used.tolist()],
+                keys=[self._metadata.key(table.paths[t]) for t in keyed.tolist()],
+                key=pack_column(key.reshape(-1)),
+            )
+        return told, sizes
 
     def _shape_of(self, shards: IntArray) -> IntArray:
         """Numbers that shards of one shape have in common, ``[shards]``."""
@@ -213,9 +224,6 @@ class ExchangePlanner:
         """The names of the files that shards are in, and in which each is."""
         files, file = np.unique(self._metadata.table.shard_file[shard], return_inverse=True)
         return [self._metadata.files[i].name for i in files.tolist()], file.reshape(-1)
-
-    def _global(self, destination: int) -> int:
-        return ALL if destination == ALL else self._ranks[destination]
 
     def _told(self, units: Sequence[Unit], shards: Mapping[int, ExchangeShard]) -> list[list[UnitOrder]]:
         """What each rank is told of the units of a round, by position."""
@@ -275,6 +283,24 @@ class ExchangePlanner:
             dtype=table.dtypes[tensor].name,
             key=self._metadata.key(table.paths[tensor]),
         )
+
+
+class _Packs(NamedTuple):
+    """The needs that the packs of a round meet, in columns.
+
+    Attributes:
+        need: Which need it is, ``[items]``.
+        rank: Who has it, ``[items]``.
+        reader: Who reads it, ``[items]``.
+        for_all: Whether it comes with what is for all ranks, ``[items]``.
+        is_first: Whether it is of the first rank that its pack is sent to, ``[items]``.
+    """
+
+    need: IntArray
+    rank: IntArray
+    reader: IntArray
+    for_all: Mask
+    is_first: Mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)

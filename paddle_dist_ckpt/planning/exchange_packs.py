@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.columns import IntArray, Mask, places_of_equals, places_within
+from ..core.columns import IntArray, Mask, places_of_equals, places_within, run_edges
 from ..core.grouping import group_blocks
 
 __all__ = ["Pack", "SmallNeeds", "Traffic", "plan_packs"]
@@ -38,7 +38,7 @@ class SmallNeeds:
     @property
     def total(self) -> int:
         """Bytes of all the shards."""
-        return int(self.entry_bytes[_edges(self.shard)[:-1]].sum())
+        return int(self.entry_bytes[run_edges(self.shard)[:-1]].sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +88,7 @@ def plan_packs(
     Returns:
         Each pack, with what moves for it.
     """
-    edges = _edges(needs.shard)
+    edges = run_edges(needs.shard)
     first = edges[:-1]
     same = _same_for_all(needs, first)
     _, group = group_blocks(edges, needs.rank[:, None], np.column_stack([needs.file[first], same]))
@@ -117,22 +117,13 @@ def _turns(sizes: IntArray, most: int) -> IntArray:
 
 def _same_for_all(needs: SmallNeeds, first: IntArray) -> Mask:
     """Whether all who need some of a shard need the very same boxes of it, ``[shards]``."""
-    runs = _edges(needs.shard, needs.rank)
+    runs = run_edges(needs.shard, needs.rank)
     _, group = group_blocks(runs, needs.box[:, None], np.zeros((len(runs) - 1, 1), np.int64))
     starts = np.searchsorted(runs, first)
     if not len(starts):
         return np.zeros(0, bool)
     same: Mask = np.minimum.reduceat(group, starts) == np.maximum.reduceat(group, starts)
     return same
-
-
-def _edges(*columns: IntArray) -> IntArray:
-    """Where runs of rows that are equal in these columns start, and behind the last the end, ``[runs + 1]``."""
-    size = len(columns[0])
-    if not size:
-        return np.zeros(1, np.int64)
-    changes = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
-    return np.concatenate([[0], np.flatnonzero(changes) + 1, [size]])
 
 
 def _traffic(pack: Pack, needs: SmallNeeds) -> Traffic:

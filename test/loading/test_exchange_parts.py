@@ -276,7 +276,7 @@ def test_no_rows_are_sent_to_a_device_for_an_exchange_that_was_given_up(monkeypa
         released.wait(PATIENCE)
 
     monkeypatch.setattr(exchange, "RoundStaging", Staging)
-    monkeypatch.setattr(exchange, "messages_of", lambda one: {})
+    monkeypatch.setattr(exchange, "messages_of", lambda one, me: {})
     monkeypatch.setattr(exchange, "needs_of", lambda one: None)
     needs = SimpleNamespace(rows_on_device=lambda chosen: np.array([0]), targets=None, block_bytes=1)
     session = SimpleNamespace(rank=0, check=lambda: None)

@@ -18,7 +18,7 @@ from paddle_dist_ckpt.core.shards import ShardTable
 from paddle_dist_ckpt.files.metadata import FileInfo, Metadata
 from paddle_dist_ckpt.loading import exchange_planner
 from paddle_dist_ckpt.loading.exchange_messages import Message, messages_of
-from paddle_dist_ckpt.loading.exchange_orders import ExchangeAnswer, ExchangeRound, ShardNeeds
+from paddle_dist_ckpt.loading.exchange_orders import ExchangeAnswer, ExchangeRound, KeptPacks, ShardNeeds
 from paddle_dist_ckpt.loading.exchange_planner import ExchangePlanner
 from paddle_dist_ckpt.planning import exchange_plan
 from paddle_dist_ckpt.planning.exchange_plan import ALL, ExchangeShard, Need, Parcel, Unit
@@ -110,9 +110,9 @@ class Simulation:
         assert all((times == 1).all() for times in self.times.values())
 
     def _round(self, rounds: Mapping[int, ExchangeRound]) -> None:
-        messages = {rank: messages_of(one) for rank, one in rounds.items()}
+        messages = {rank: messages_of(one, rank) for rank, one in rounds.items()}
         sent = {
-            address: self._read(rank, message, address[1] != rank)
+            address: self._read(rank, message, rounds[rank].kept)
             for rank, mine in messages.items()
             for address, message in mine.items()
             if address[0] == rank
@@ -129,27 +129,29 @@ class Simulation:
             for address, message in mine.items():
                 self._fill(rank, message, sent[address], address[0] == rank)
 
-    def _read(self, rank: int, message: Message, is_sent: bool) -> bytes:
+    def _read(self, rank: int, message: Message, kept: KeptPacks | None) -> bytes:
         data = b""
         for unit, parcel in message.parts:
             assert unit.shard is not None, "a reader is told what it reads"
             i = self._stored_at(rank, unit.shard.file, unit.shard.start)
             assert (unit.shard.first_block, unit.shard.shape) == (7 * i, self.stored[i].shape)
             data += self.stored[i][parcel.box.slices].tobytes()
-        if message.pack is not None and is_sent:
-            order = message.pack
+        if message.pack is not None:
+            packs, items = message.pack
+            order = packs.order
             columns = [
-                all_of(column).tolist() for column in (order.file, order.start, order.block, order.kind, order.key)
+                all_of(column)[items].tolist()
+                for column in (order.file, order.start, order.block, order.kind, order.key)
             ]
             for file, start, block, kind, key in zip(*columns, strict=True):
                 i = self._stored_at(rank, order.files[file], start)
                 assert (block, order.kinds[kind].shape) == (7 * i, self.stored[i].shape)
                 assert order.keys[key] == self.planned.table.paths[i][1:]
                 data += self.stored[i][order.kinds[kind].box.slices].tobytes()
-        elif message.pack is not None:
+        elif kept is not None:
             for row in message.kept.tolist():
                 i, box = self.needs[rank, row]
-                assert self.planned.job.shards[self.planned.numbers[i]].file in {int(f[4:]) for f in message.pack.files}
+                assert self.planned.job.shards[self.planned.numbers[i]].file in {int(f[4:]) for f in kept.files}
                 data += self.stored[i][box.slices].tobytes()
         return data
 
@@ -243,3 +245,18 @@ def test_what_all_ranks_are_told_alike_is_one_object() -> None:
     for rounds in zip(*(order.rounds for order in planned.orders.values()), strict=True):
         for orders in zip(*(one.units for one in rounds), strict=True):
             assert len(set(map(id, orders))) == 3  # even rows, odd ones, and the reader's
+
+
+def test_what_ranks_are_told_of_small_shards_is_made_once_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each pair: of rows that are loaded by columns a thousand ranks would wait for it for ten minutes."""
+    real, packed = exchange_planner.pack_column, list[int]()
+    monkeypatch.setattr(exchange_planner, "pack_column", lambda values: packed.append(len(values)) or real(values))
+    ranks = 48
+    shards = {i: ExchangeShard(i % 3, (4, 4 * ranks), 4) for i in range(2 * ranks)}
+    needs = {i: [Need(rank, i, Box((0, 4 * rank), (4, 4))) for rank in range(ranks)] for i in shards}
+    everywhere = {file: [*range(ranks)] for file in range(3)}
+    planned = Planned(Job(shards, needs, everywhere, ranks), 1 << 14)
+    Simulation(planned).run()
+    rounds = max(len(order.rounds) for order in planned.orders.values())
+    assert sum(packed) > ranks * ranks
+    assert len(packed) <= 8 * ranks * rounds
