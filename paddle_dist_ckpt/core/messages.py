@@ -9,7 +9,7 @@ import msgspec
 
 from ..errors import CheckpointError
 
-__all__ = ["counted", "decode", "encode", "prepare"]
+__all__ = ["decode", "encode", "prepare"]
 
 T = TypeVar("T")
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
@@ -24,11 +24,6 @@ def prepare(kinds: Iterable[object]) -> None:
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             _decoders[kind] = msgspec.msgpack.Decoder(kind)
-
-
-def counted(count: int, noun: str) -> str:
-    """``1 problem``, ``2 problems``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -13,7 +13,6 @@ from enum import IntEnum
 
 import numpy as np
 
-from .box import Box
 from .boxes import Boxes
 from .cached import cached_property
 from .columns import IntArray, edges_of, narrow, numbered, places_within, sums_by
@@ -217,8 +216,3 @@ class ShardTable:
             [None] * len(tensors),
         )
         return table, shards
-
-    def shard_place(self, shard: int) -> tuple[int, Box]:
-        """A shard's tensor and box."""
-        tensor = int(self.shard_tensor[shard])
-        return tensor, self.layouts[self.layout_of[tensor]].boxes.box(shard - int(self.first_shard[tensor]))

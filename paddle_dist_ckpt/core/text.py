@@ -8,7 +8,7 @@ from typing import Any
 
 from ..visible import visible
 
-__all__ = ["MOST_VALUE", "encodable", "key_text", "ranks_text", "value_text"]
+__all__ = ["MOST_VALUE", "counted", "encodable", "key_text", "ranks_text", "value_text"]
 
 MOST_VALUE = 2000
 _MOST_DEPTH = 50
@@ -20,6 +20,11 @@ _MOST_RANKS = 4  # in a row that are named one by one
 def encodable(text: str) -> str:
     """Text as it can be sent and printed: a path, or what others have written, may have halves of surrogate pairs."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 problem``, ``2 problems``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def value_text(value: object, most: int = MOST_VALUE) -> str:

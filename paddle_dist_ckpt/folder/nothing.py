@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from ..core.messages import counted
-from ..core.text import encodable
+from ..core.text import counted, encodable
 from ..files.names import metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..readers.others import LOOK, left_by_download, what_it_is
 from ..storage.base import Storage

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ..core.messages import counted
 from ..core.parts import Arranged, SourceTensor
 from ..core.shards import Kind
+from ..core.text import counted
 from ..errors import StateDictMismatchError, UnsupportedValueError
 from ..files.metadata import Metadata
 from ..folder.selection import Chosen, Selection, below, select, select_keys, selected_of

@@ -14,9 +14,10 @@ import numpy as np
 
 from ..control.rounds import check_same
 from ..core.garbage import no_collections
-from ..core.messages import counted, decode, encode
+from ..core.messages import decode, encode
 from ..core.parts import Arranged, IdleStatement
 from ..core.shards import Kind
+from ..core.text import counted
 from ..errors import (
     CheckpointCorruptedError,
     CheckpointError,

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from ..core.messages import counted
 from ..core.parts import IdleStatement
-from ..core.text import ranks_text
+from ..core.text import counted, ranks_text
 from ..errors import StateDictMismatchError
 from ..files.metadata import Metadata
 from ..options import LoadOptions

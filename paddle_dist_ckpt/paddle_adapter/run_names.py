@@ -7,7 +7,7 @@ from typing import Any
 
 import paddle
 
-from ..core.messages import counted
+from ..core.text import counted
 from ..errors import StateDictMismatchError, UnsupportedValueError
 from ..tree.names import Names
 from ..tree.objects import state_of

@@ -198,8 +198,9 @@ class SaveCoordinator:
         planned.sampled += 1
         return planned.sampled % PARTS
 
-    def _is_as_planned(self, messages: Mapping[int, bytes]) -> bool:
-        """Compare what ranks say that they wrote with the plan, and with their copies of it; whether all can go on.
+    def _take_written(self, messages: Mapping[int, bytes]) -> bool:
+        """Note what ranks say that they wrote, compared with the plan, and where their copies of it differ, which may
+        be a warning; whether all can go on.
 
         Raises:
             CheckpointError: something is missing.
@@ -235,7 +236,7 @@ class SaveCoordinator:
         """Round ``write``: abort if a rank failed, commit if there is one folder, else have each folder sealed."""
         ordered = self._ordered
         self._settled = ordered.one_folder  # of what a rank cannot remove in another, the claim speaks
-        if not (all(messages.values()) and self._is_as_planned(messages)):
+        if not (all(messages.values()) and self._take_written(messages)):
             return dict.fromkeys(messages, encode(WriteAnswer(True, [], None)))
         files: dict[FolderIdentity, list[FileInfo]] = {}
         for rank, written in self._written.items():

@@ -32,7 +32,7 @@ from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.storage.helpers import Helpers
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, Stall, run_ranks
 from test.hooks import raises
-from test.jobs import age, another_host, data_files, errors_of, load_whole, save_alone, save_on
+from test.jobs import age, all_ok, another_host, data_files, errors_of, load_whole, save_alone, save_on
 from test.stalls import helpers_end
 from test.waiting import PATIENCE
 
@@ -421,6 +421,32 @@ def test_nobody_waits_for_a_removal_that_has_failed_on_a_rank(tmp_path: Path, mo
     monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=never_wait, monotonic=time.monotonic))
     save_on(states, [another_host(folder, rank) for rank, folder in enumerate(folders)], 1)
     assert [len(os.listdir(folder)) for folder in folders] == [2, 1]
+
+
+def test_one_rank_of_each_folder_removes(tmp_path: Path) -> None:
+    """The coordinator in its own, though it is not the lowest rank there, and the lowest rank in each other."""
+    hosts = [0, 0, 1, 1]
+    roots = [tmp_path / f"host{host}" for host in hosts]
+    states = [{f"x{rank}": np.full(3, rank)} for rank in range(4)]
+    folders = [step_folder(root, 1) for root in roots]
+    save_on(states, [another_host(folder, host) for folder, host in zip(folders, hosts, strict=True)], 1, coordinator=1)
+    assert [len(data_files(folder)) for folder in folders] == [2, 2, 2, 2]
+    removing: set[int] = set()
+
+    def remove(rank: SimulatedRank) -> None:
+        root, identity = roots[rank.rank], FolderIdentity(f"host{hosts[rank.rank]}", 1, 1)
+
+        def note(operation: str, name: str) -> None:
+            if operation == "delete":
+                removing.add(rank.rank)
+
+        opened = Folders(lambda folder: FaultyStorage(folder, note, identity))
+        with rank.hub.session("save_state_dict", PATIENCE) as session:
+            remove_together(session, root, lambda: Removals(look(root)).begin(Going([1]), opened), opened)
+
+    all_ok(run_ranks(4, remove, 1))
+    assert removing == {1, 2}
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

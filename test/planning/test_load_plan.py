@@ -39,7 +39,7 @@ def plan(table: ShardTable, wanted: Sequence[tuple[int, Box]]) -> Overlaps:
 def check(table: ShardTable, wanted: Sequence[tuple[int, Box]]) -> None:
     expected = []
     uncovered = []
-    places = [table.shard_place(shard) for shard in range(int(table.first_shard[-1]))]
+    places = [(t, box) for t, i in enumerate(table.layout_of.tolist()) for box in table.layouts[i].boxes.to_list()]
     for row, (t, box) in enumerate(wanted):
         overlaps = []
         for shard, (tensor, stored) in enumerate(places):

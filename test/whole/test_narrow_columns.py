@@ -113,7 +113,6 @@ def said_by(table: ShardTable, files: int) -> dict[str, Any]:
         "volumes": [layout.parts.volumes.tolist() for layout in table.layouts],
         "records": [msgspec.json.encode(layout.to_record()) for layout in table.layouts],
         "selected": [selected.shard_bytes.tolist(), selected.blocks(4096, files)[0].tolist(), shards.tolist()],
-        "places": [table.shard_place(i) for i in range(len(table.shard_file))],
         "plan": [getattr(plan, name).tolist() for name in ("wanted", "shard", "like", "uncovered")],
         "parts": [part.table.tolist() for part in plan.alike.take(plan.like)],
     }
