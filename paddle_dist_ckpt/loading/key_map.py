@@ -138,7 +138,7 @@ def _lookup(keys: Mapping[str, str | None]) -> Callable[[str], str | None]:
 def _first_parts(key: str) -> Iterator[str]:
     """A flat key, and what it begins with before each dot, the longest first."""
     end = len(key)
-    while end > 0:
+    while end >= 0:
         yield key[:end]
         end = key.rfind(".", 0, end)
 
@@ -168,7 +168,7 @@ def path_of_key(metadata: Metadata, parts_at: Callable[[str], Mapping[Part, Any]
             return containers[key]
         for above in itertools.islice(_first_parts(key), 1, None):
             below = key[len(above) + 1 :]
-            if above in containers:
+            if containers.get(above):  # and not all of the state_dict, for an empty key before a dot
                 return join(containers[above], below)
             number, *rest = below.split(".")
             if number.isdecimal() and above in by_key and (parts := parts_at(by_key[above])):

@@ -398,6 +398,37 @@ def test_a_hint_names_what_may_be_meant(tmp_path: Path) -> None:
     assert "net.weight" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("stored_at", "wanted", "key_map"),
+    [
+        ({"x": 1}, {"": 0}, {"": "x"}),
+        ({"x": {"a": 1}}, {"": {"a": 0}}, {"": "x"}),
+        ({"x": 1, "": {"a": 0}}, {"y": 0, "": {"a": 1}}, {"y": "x", "": None}),
+        ({"": {"a": 1}, "a": 0}, {"x": 0}, {"x": ".a"}),
+    ],
+)
+def test_an_empty_key_is_a_key(
+    tmp_path: Path, stored_at: dict[str, Any], wanted: dict[str, Any], key_map: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def arrays(tree: Any) -> Any:
+        return {key: arrays(one) for key, one in tree.items()} if isinstance(tree, dict) else np.full(2, tree)
+
+    def leaves(tree: Any) -> list[float]:
+        return [x for one in tree.values() for x in leaves(one)] if isinstance(tree, dict) else tree.tolist()
+
+    save_alone(arrays(stored_at), tmp_path)
+    target = arrays(wanted)
+    loaded(tmp_path, target, key_map)
+    assert set(leaves(target)) == {1}
+    assert "matches none" not in caplog.text
+
+
+def test_what_is_missing_below_an_empty_key_is_not_taken_from_elsewhere(tmp_path: Path) -> None:
+    save_alone({"a": np.ones(2)}, tmp_path)
+    with pytest.raises(StateDictMismatchError, match="missing"):
+        loaded(tmp_path, {"x": np.zeros(2)}, {"x": ".a"})
+
+
 def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
     save_alone({"w": np.ones(3)}, tmp_path)
     with pytest.raises(ValueError, match=r"key_map\('w'\) failed: ZeroDivisionError"):
