@@ -64,11 +64,11 @@ class TinyTrainer(Trainer):
     def autocast_smart_context_manager(self) -> Any:
         return nullcontext()
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *more: Any) -> Any:
         if self.elementwise:
             loss = sum((each.astype("float32") ** 2).sum() for each in model.parameters() if not each.stop_gradient)
         else:
-            loss = super().compute_loss(model, inputs, return_outputs)
+            loss = super().compute_loss(model, inputs, *more)
         self.losses.append(float(loss))
         return loss
 
@@ -159,7 +159,7 @@ def make_arguments(job: Job) -> TrainingArguments:
     """Return the arguments of a Trainer, which have told fleet their topology."""
     degrees = DEGREES[job.layout]
     mixed = job.bf16 or degrees.get("split_param", False)
-    with patch.object(parallel_helper, "_is_parallel_ctx_initialized", _FirstFalse()):
+    with patch.object(parallel_helper, "_is_parallel_ctx_initialized", FirstFalse()):
         arguments = TrainingArguments(
             **{
                 "output_dir": job.folder,
@@ -310,7 +310,7 @@ def _as_it_is(_: Any, *inputs: Any, **named: Any) -> Any:
     return (inputs, named) if named else inputs
 
 
-class _FirstFalse:
+class FirstFalse:
     """Says first that there is no parallel context, so that the Trainer tells fleet its topology."""
 
     def __init__(self) -> None:
