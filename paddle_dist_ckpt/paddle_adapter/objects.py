@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import paddle
@@ -167,14 +168,30 @@ def _restore_rate(scheduler: Any, state: dict[str, Any]) -> None:
 def _restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     """Give a scheduler its state back so that it goes on as it would have.
 
-    ``CosineAnnealingWarmRestarts`` leaves out of its state where it is between two restarts. It follows from the epoch.
+    ``CosineAnnealingWarmRestarts`` leaves out of its state where it is between two restarts. It follows from the epoch;
+    also in another scheduler, such as one of a user's that takes several in turn.
     """
     scheduler.set_state_dict(state)
-    if isinstance(scheduler, paddle.optimizer.lr.CosineAnnealingWarmRestarts) and scheduler.last_epoch >= 0:
-        since, length = scheduler.last_epoch, scheduler.T_0
-        while since >= length:
-            since, length = since - length, length * scheduler.T_mult
-        scheduler.T_cur, scheduler.T_i = since, length
+    for one in _schedulers(scheduler, set()):
+        if isinstance(one, paddle.optimizer.lr.CosineAnnealingWarmRestarts) and one.last_epoch >= 0:
+            since, length = one.last_epoch, one.T_0
+            while since >= length:
+                since, length = since - length, length * one.T_mult
+            one.T_cur, one.T_i = since, length
+
+
+def _schedulers(value: Any, seen: set[int]) -> Iterator[Any]:
+    """The schedulers that a scheduler, dict, list or tuple is or has."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    parts = value
+    if isinstance(value, paddle.optimizer.lr.LRScheduler):
+        yield value
+        parts = vars(value)
+    for part in parts.values() if isinstance(parts, dict) else parts:
+        if isinstance(part, (paddle.optimizer.lr.LRScheduler, dict, list, tuple)):
+            yield from _schedulers(part, seen)
 
 
 def _overrides(value: Any, base: Any) -> bool:

@@ -519,6 +519,48 @@ def test_warm_restarts_go_on_where_they_were(tmp_path: Path, alone: bool, steps:
         other.step()
 
 
+class InTurn(paddle.optimizer.lr.LRScheduler):  # type: ignore[misc]
+    """A warm-up of so many steps, and then warm restarts, each of which counts its own steps."""
+
+    def __init__(self, steps: int) -> None:
+        rates = paddle.optimizer.lr
+        self.steps, self.both = steps, [rates.LinearLR(0.5, 4), rates.CosineAnnealingWarmRestarts(0.5, T_0=2, T_mult=2)]
+        super().__init__(0.5)
+
+    def get_lr(self) -> float:
+        scheduler = self.both[self.last_epoch >= self.steps]
+        scheduler.step()
+        return float(scheduler())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "both": [one.state_dict() for one in self.both]}
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        super().set_state_dict(state)
+        for one, its_state in zip(self.both, state["both"], strict=True):
+            one.set_state_dict(its_state)
+
+
+@pytest.mark.parametrize("steps", [2, 5, 8])
+@pytest.mark.parametrize("alone", [True, False])
+def test_warm_restarts_within_a_users_scheduler_go_on_where_they_were(tmp_path: Path, alone: bool, steps: int) -> None:
+    """Paddle's own state of them leaves out where that is, and their setter too."""
+    jobs = []
+    for _ in range(2):
+        scheduler, layer = InTurn(3), layer_of()
+        optimizer = optimizer_for(layer, learning_rate=scheduler)
+        jobs.append((scheduler, {"lr": scheduler} if alone else {"model": layer, "optimizer": optimizer}))
+    (scheduler, state), (other, target) = jobs
+    for _ in range(steps):
+        scheduler.step()
+    save_state_dict(state, tmp_path)
+    load_state_dict(target, tmp_path)
+    for _ in range(10):
+        assert other.get_lr() == scheduler.get_lr()
+        scheduler.step()
+        other.step()
+
+
 def test_an_optimizer_without_its_model_says_what_to_do(tmp_path: Path) -> None:
     save_state_dict({"optimizer": optimizer_for(layer_of())}, tmp_path)
     with pytest.raises(StateDictMismatchError, match="save and load the model in the same call"):
