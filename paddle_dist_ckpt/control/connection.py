@@ -19,6 +19,7 @@ import struct
 import termios
 import zlib
 from collections import deque
+from typing import NamedTuple
 
 from . import wire
 from .keys import TAG_BYTES, Seal
@@ -53,6 +54,20 @@ def _sizes(message: int, payload: int) -> bytes:
     return lengths + _CHECK.pack(zlib.crc32(lengths))
 
 
+class _Piece(NamedTuple):
+    """Bytes that are to be sent.
+
+    Attributes:
+        number: Of the frame that they are of.
+        end: Where they end in all that is sent.
+        data: The bytes.
+    """
+
+    number: int
+    end: int
+    data: memoryview
+
+
 class Connection:
     """The connection. It receives on one thread; it sends, and is closed, under the board's lock.
 
@@ -77,7 +92,10 @@ class Connection:
         self.ended = False
         self._sending = sending
         self._receiving = receiving
-        self._unsent: deque[memoryview] = deque()
+        self._unsent: deque[_Piece] = deque()
+        self._last = (-1, 0)  # the number and the end of what was forgotten last of that
+        self._taken = [0]  # how much the system has taken, by and by
+        self._received = 0  # frames
         self._mute = False
         self._pieces: list[bytes] = []  # of the part of a frame that is coming
         self._parts: list[bytes] = []  # of the frame that is coming
@@ -103,39 +121,43 @@ class Connection:
         """Send as much as the system takes. To a connection that has broken, nothing is sent: receiving tells."""
         if self._mute:
             return
-        try:
-            sizes = _sizes(len(message), len(payload))
-            self._unsent.append(memoryview(sizes + self._sending.tag(sizes, message, payload) + message))
-            if payload:
-                self._unsent.append(memoryview(payload))
-            self.flush()
-        except BaseException:  # an interrupt: a part may be missing, or come twice, as only the next frame would show
-            self._end()
-            raise
+        number, begin = self._unsent[-1][:2] if self._unsent else self._last
+        sizes, number = _sizes(len(message), len(payload)), number + 1
+        head = memoryview(sizes + self._sending.tag(number, sizes, message, payload) + message)
+        pieces = [_Piece(number, begin + len(head), head)]
+        if payload:
+            pieces.append(_Piece(number, begin + len(head) + len(payload), memoryview(payload)))
+        # IMPORTANT: the frame counts by this one step. An interrupt, which may come between any two, finds all of it
+        # among what waits, or nothing; else a part might be missing, or come twice.
+        self._unsent.extend(pieces)
+        self.flush()
 
     def flush(self) -> None:
         """Send on what waits."""
         try:
-            while self._unsent:
-                buffers = itertools.islice(self._unsent, _BUFFERS)
-                self._advance(self.socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL))
+            while self._forget_sent():
+                waiting, taken = itertools.islice(self._unsent, _BUFFERS), self._taken[0]
+                buffers = [piece.data[max(0, len(piece.data) - (piece.end - taken)) :] for piece in waiting]
+                # IMPORTANT: one step, too: what the system has taken is noted before an interrupt can come.
+                self._taken.extend(map(self.socket.sendmsg, [buffers], [()], [socket.MSG_NOSIGNAL]))
         except (BlockingIOError, InterruptedError):
             return  # the hub's thread sends on when the system takes more
         except OSError:
             self._end()
+
+    def _forget_sent(self) -> bool:
+        """Forget what the system has taken; returns whether something waits."""
+        self._taken = [sum(self._taken)]
+        while self._unsent and self._unsent[0].end <= self._taken[0]:
+            self._last = self._unsent[0][:2]
+            self._unsent.popleft()
+        return bool(self._unsent)
 
     def _end(self) -> None:
         self._mute = True
         self._unsent.clear()
         with contextlib.suppress(OSError):  # else nothing might tell that it is of no use any more
             self.socket.shutdown(socket.SHUT_RDWR)
-
-    def _advance(self, sent: int) -> None:
-        while sent:
-            first = self._unsent.popleft()
-            if sent < len(first):
-                self._unsent.appendleft(first[sent:])
-            sent -= min(sent, len(first))
 
     def receive(self) -> None:
         """Read what has come, as far as the turn goes, into ``inbox``.
@@ -182,7 +204,8 @@ class Connection:
             self._missing = _PREFIX_BYTES
 
     def _on_frame(self, prefix: bytes, message: bytes, payload: bytes = b"") -> None:
-        tag = self._receiving.tag(prefix[:_SIZES_BYTES], message, payload)
+        tag = self._receiving.tag(self._received, prefix[:_SIZES_BYTES], message, payload)
+        self._received += 1
         if not hmac.compare_digest(prefix[_SIZES_BYTES:], tag):
             raise ConnectionError("a frame with a wrong signature")
         self.inbox.append((message, payload))

@@ -76,17 +76,15 @@ class Hello(NamedTuple):
 
 
 class Seal:
-    """Signs the frames of one direction of a connection, or finds out whether they were signed, one after another."""
+    """Signs the frames of one direction of a connection, or finds out whether they were signed."""
 
     def __init__(self, key: bytes) -> None:
         self._begun = hmac.new(key, digestmod="sha256")
-        self._count = 0
 
-    def tag(self, *parts: bytes) -> bytes:
-        """The signature of the next frame."""
+    def tag(self, number: int, *parts: bytes) -> bytes:
+        """The signature of the frame of this number."""
         digest = self._begun.copy()
-        digest.update(struct.pack(">Q", self._count))
-        self._count += 1
+        digest.update(struct.pack(">Q", number))
         for part in parts:
             digest.update(part)
         return digest.digest()[:TAG_BYTES]

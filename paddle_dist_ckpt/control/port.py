@@ -145,9 +145,10 @@ class Port(ABC):
             _logger.warning("the control connection to rank %d is closed: %s%s", connection.rank, error, more)
 
     def _send_over(self, connection: Connection, message: Message, payload: bytes) -> None:
+        self._blocked.add(connection)  # and not after that: it may be interrupted
         connection.send(wire.encode(message), payload)
-        if connection.blocked:
-            self._blocked.add(connection)
+        if not connection.blocked:
+            self._blocked.discard(connection)
 
     def _add(self, connection: Connection) -> None:
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)

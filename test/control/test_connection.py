@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import msgspec
 import pytest
 
 from paddle_dist_ckpt.control import keys, wire
 from paddle_dist_ckpt.control.connection import Connection
+from test.interrupts import interrupted
 
 RECORD = wire.ErrorRecord("OSError", "x", True, ("p",), (1,), ((2, wire.ErrorRecord("A", "b")),))
 
@@ -143,3 +146,54 @@ def test_a_connection_that_has_broken_takes_no_more(ends: tuple[Connection, Conn
     assert member.delivered  # nobody waits for it
     member.receive()
     assert member.ended
+
+
+@pytest.mark.parametrize("payload", [b"", b"x" * 300])
+def test_an_interrupted_frame_is_sent_whole_or_not_at_all(ends: tuple[Connection, Connection], payload: bytes) -> None:
+    member, coordinator = ends
+    number = 0
+    while interrupted(number, partial(member.send, b"%d" % number, payload)):
+        number += 1
+        coordinator.receive()
+    assert number > 3
+    came = [int(message) for message, _ in coordinator.inbox]
+    assert came == sorted(set(came))
+    assert {got for _, got in coordinator.inbox} <= {payload}
+    member.send(b"last", b"")
+    coordinator.receive()
+    assert coordinator.inbox[-1] == (b"last", b"")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_signals_while_frames_are_sent_break_no_connection(ends: tuple[Connection, Connection]) -> None:
+    """They come right after a system call for the most part, before anything can be noted of what that has done."""
+    member, coordinator = ends
+    sends, times = False, 0
+
+    def handle(*_: object) -> None:
+        nonlocal times
+        if sends:
+            times += 1
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        for number in range(3000):
+            signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + number % 60))
+            try:
+                sends = True
+                member.send(b"%d" % number, b"x" * (number % 7) * 100)
+                sends = False
+            except KeyboardInterrupt:
+                sends = False
+            coordinator.receive()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert times > 30
+    member.send(b"3000", b"")
+    coordinator.receive()
+    came = [int(message) for message, _ in coordinator.inbox]
+    assert came == sorted(set(came))
+    assert came[-1] == 3000
+    assert not member.blocked
