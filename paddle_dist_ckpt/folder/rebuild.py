@@ -130,7 +130,10 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
     room = Room(lambda: sum(bytes_on_disk(storage, save_id) for save_id in names))
     for save_id, files in sorted(names.items()):
         if save_id in claimed:
-            refused[save_id] = f"the claim {claimed[save_id]} says that it is being written, or to be removed"
+            refused[save_id] = (
+                f"the claim {claimed[save_id]} says that it is being written, or to be removed; "
+                "if nobody is at work there any more, remove that file"
+            )
             continue
         try:
             found = _read_files(storage, files, room)

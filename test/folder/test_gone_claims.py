@@ -989,6 +989,18 @@ def test_a_rebuild_is_not_refused_for_what_a_dead_save_was_to_replace(tmp_path: 
     check_holds(tmp_path, {0: 0})
 
 
+def test_a_rebuild_of_a_dead_save_says_which_claim_to_remove(tmp_path: Path) -> None:
+    """It stays until then, and a later save removes what the dead one has written."""
+    dead_save(tmp_path, 0, last="sync")
+    (claim,) = tmp_path.glob("0.*.claim")
+    age_claims(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"the claim {claim.name} says .*; if nobody .*, remove that file"):
+        rebuild(LocalStorage(tmp_path), None, False)
+    claim.unlink()
+    assert rebuild(LocalStorage(tmp_path), None, False).unique_id == 0
+    assert list_checkpoints(tmp_path) == [0]
+
+
 def test_a_deletion_does_not_pass_over_a_claim_of_which_a_save_may_yet_commit(tmp_path: Path) -> None:
     """It cannot remove that claim, nor is it one of the id; and what it would remove is what that save commits."""
     for unique_id in (0, 5):
