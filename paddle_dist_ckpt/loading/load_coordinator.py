@@ -90,7 +90,11 @@ class LoadCoordinator:
         """Round ``request``: what the checkpoint has of what each rank wants."""
         requests = {rank: decode(data, LoadRequest) for rank, data in sorted(messages.items())}
         self._compare(requests)
-        metadata = self._metadata = self._find(requests[self._session.coordinator].unique_id)
+        try:
+            metadata = self._metadata = self._find(requests[self._session.coordinator].unique_id)
+        except CheckpointNotFoundError as error:
+            gone = f"{error}{folders_text(self._folders, self._locations)}"
+            return dict.fromkeys(requests, encode(LoadAnswer(gone=gone)))
         first_with: dict[bytes, int] = {}  # the first rank that wants each, which mostly is the same on all
         for rank, request in requests.items():
             first_with.setdefault(request.wanted, rank)
@@ -151,10 +155,7 @@ class LoadCoordinator:
 
     def _find(self, unique_id: int | None) -> Metadata:
         """Read `.metadata`; the files of values have the sizes that it says, as far as they are in this folder."""
-        try:
-            metadata = self._read(unique_id)
-        except CheckpointNotFoundError as error:
-            raise CheckpointNotFoundError(f"{error}{folders_text(self._folders, self._locations)}") from None
+        metadata = self._read(unique_id)
         values = np.repeat(metadata.table.kinds != Kind.TENSOR, np.diff(metadata.table.first_shard))
         check_sizes(self._storage, metadata, sorted(set(metadata.table.shard_file[values].tolist())), all_here=False)
         return metadata

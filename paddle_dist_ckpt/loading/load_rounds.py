@@ -31,7 +31,7 @@ from ..core.host import this_host
 from ..core.messages import encode
 from ..core.parts import Arranger
 from ..core.text import encodable
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..files.room import Room, bytes_on_disk
 from ..folder.checkpoint import read_checkpoint
@@ -225,6 +225,8 @@ class LeavesLoad:
     def _wanted(self) -> tuple[WantedState, LoadAnswer]:
         """What this rank wants, and what there is of it."""
         wanted, answer = self._ask("request", self._request, LoadAnswer, LoadCoordinator.request)
+        if answer.gone:
+            raise CheckpointNotFoundError(answer.gone)
         if answer.thawed:
             self.holder.thaw(answer.thawed)
             self._thaws = False  # once: if entries were not made now, there are none

@@ -179,6 +179,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
         firsts: The coordinator's numbers of the tensors' first shards.
         thawed: Those of all ranks' ``frozen`` for which entries are stored: the ranks make them, and ask again. Nothing
             else is said then.
+        gone: Why there is no such checkpoint, if there is none: ranks may go on to another one, in the same session.
     """
 
     unique_id: int = 0
@@ -205,6 +206,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     cost: int = 0
     firsts: Column = _EMPTY
     thawed: list[tuple[str, str]] = []
+    gone: str = ""
 
     def without_table(self) -> LoadAnswer:
         """The same without the columns, which take as much memory again where there are many shards."""

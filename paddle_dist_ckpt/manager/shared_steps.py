@@ -151,29 +151,27 @@ class SharedSteps:
 
         what = "restore" if step is None else f"restore step {step if number is None else number!r:.50}"
         gone: CheckpointNotFoundError | None = None
-        chosen: int | None = None
+        before: int | None = None
         try:
-            while True:
-                before, chosen = chosen, None
-                try:
-                    # One session, for of a rank that is interrupted between two the others would not hear.
-                    with ranks.session(what, timeout) as made, made as session:
-                        chosen, there = self.ask(session, what, choose, seen)
-                        if chosen not in (None, before):
-                            if gone is not None:
-                                _logger.warning("step %d is gone, so step %d is restored", before, chosen)
-                            load(dataclasses.replace(ranks, within=session), chosen)
-                            return chosen
-                except CheckpointNotFoundError as error:  # perhaps removed just now; nothing is touched
-                    if chosen is None:
-                        raise
-                    if step is not None:
-                        raise CheckpointNotFoundError(f"{error}; {self.known.root} has {steps_text(there)}") from None
-                    gone = error
-                else:
+            # One session, for of a rank that is interrupted between two the others would not hear.
+            with ranks.session(what, timeout) as made, made as session:
+                while True:
+                    chosen, there = self.ask(session, what, choose, seen)
+                    if chosen in (None, before):
+                        break
                     if gone is not None:
-                        raise gone
-                    return None
+                        _logger.warning("step %d is gone, so step %d is restored", before, chosen)
+                    try:
+                        load(dataclasses.replace(ranks, within=session), chosen)
+                        return chosen
+                    except CheckpointNotFoundError as error:  # perhaps removed just now; nothing is touched
+                        if step is not None:
+                            there_are = f"{self.known.root} has {steps_text(there)}"
+                            raise CheckpointNotFoundError(f"{error}; {there_are}") from None
+                        gone, before = error, chosen
+                if gone is not None:
+                    raise gone
+                return None
         finally:
             self._reading = None
 

@@ -19,6 +19,7 @@ from paddle_dist_ckpt import (
     AsyncSave,
     CheckpointError,
     CheckpointManager,
+    CheckpointNotFoundError,
     LoadOptions,
     LocalStorage,
     PerRank,
@@ -262,13 +263,27 @@ def interrupted_as_it_begins(root: str, ranks: int, victim: int) -> tuple[str | 
         return raised, steps.all_steps()
 
 
-def interrupted_before_it_reads(root: str, ranks: int, victim: int) -> tuple[str, float, int | None]:
-    """A rank is interrupted when it knows which step is restored; what that raises, how long it takes, and the next."""
+def interrupted_before_it_reads(
+    root: str, ranks: int, victim: int, gone: bool = False
+) -> tuple[str, float, int | None]:
+    """A rank is interrupted when it knows which step is restored, or that this one is gone; what that raises, how long
+    it takes, and the next."""
+
+    def load(*args: Any, **named: Any) -> None:
+        with suppress(CheckpointNotFoundError):
+            if gone:
+                load_with(*args, **named)
+        raise KeyboardInterrupt
+
     with manager(root, ranks, async_save=False) as steps:
         steps.save(1, state(ranks, 1))
-        interrupt = {"side_effect": KeyboardInterrupt} if dist.get_rank() == victim else {"wraps": load_with}
+        interrupt = {"side_effect": load if dist.get_rank() == victim else load_with}
+        latest = {"side_effect": [7, 1]} if gone else {"wraps": steps._steps.known.latest}
         begun = time.monotonic()
-        with mock.patch("paddle_dist_ckpt.manager.manager.load_with", **interrupt):  # type: ignore[call-overload]
+        with (
+            mock.patch("paddle_dist_ckpt.manager.manager.load_with", **interrupt),
+            mock.patch.object(steps._steps.known, "latest", **latest),  # type: ignore[call-overload]
+        ):
             try:
                 raised = str(steps.restore(state(ranks, 0), options=LoadOptions(timeout=60, separate_folders=True)))
             except (CheckpointError, KeyboardInterrupt) as error:

@@ -1267,11 +1267,12 @@ def test_a_restore_of_a_step_that_is_not_there_asks_in_one_session(
     assert kinds == ["restore step 9", "load_state_dict"]
 
 
+@pytest.mark.parametrize("gone", [False, True])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_restore_that_is_interrupted_before_it_reads_is_told_to_all(
-    pool: RankPool, tmp_path: Path, victim: int
+    pool: RankPool, tmp_path: Path, victim: int, gone: bool
 ) -> None:
-    results = pool.run(cases.interrupted_before_it_reads, str(tmp_path), 3, victim, ranks=3)
+    results = pool.run(cases.interrupted_before_it_reads, str(tmp_path), 3, victim, gone, ranks=3)
     for rank, (raised, seconds, restored) in enumerate(results):
         assert raised.startswith("KeyboardInterrupt" if rank == victim else "RankFailureError"), raised
         assert rank == victim or f"rank {victim}" in raised
