@@ -112,7 +112,7 @@ class DeviceCopies:
             for pack in packs:
                 if device not in _without_packs:
                     try:
-                        with paddle.no_grad(), at_device(device):
+                        with paddle.no_grad(), current_stream, at_device(device):
                             copy = copy_pack(_PackedCopies(kind, pack))
                         self._run(device, [copy], host)
                         continue

@@ -15,6 +15,7 @@ import paddle
 from ..core.memory import Bytes1D, address_of
 from ..errors import UnsupportedValueError
 from .device import at_device, has_kernels, host_tensor, name_of
+from .device_streams import current_stream
 
 __all__ = ["MemoryKind", "StridedBytes", "TensorBytes", "memories_of", "strided_writer"]
 
@@ -29,7 +30,7 @@ def strided_writer(device: str) -> Callable[[Any, Any], object] | None:
 
     It is tried out: before 3.2, Paddle's ``copy_`` writes them as if they stood together, over what is between them.
     """
-    with at_device(device), paddle.no_grad():
+    with current_stream, at_device(device), paddle.no_grad():
         for write in (lambda target, source: target.copy_(source, False), _assign):
             memory = paddle.zeros([3, 2])
             write(paddle.as_strided(memory.detach(), [3], [2]), paddle.ones([3]))

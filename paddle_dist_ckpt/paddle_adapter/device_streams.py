@@ -19,7 +19,7 @@ from .device import at_device
 __all__ = ["current_stream", "forget_reached", "recorded", "stream_for_copies", "wait_for"]
 
 _LEAST_WAIT, _MOST_WAIT = 20e-6, 500e-6
-current_stream = threading.Lock()
+current_stream = threading.Lock()  # also held where copies need another device than the current one
 # Events that are not reached yet, with the tensors that are copied until then. To drop such an event would wait for it,
 # with Python's lock held; and memory that a copy is under way to must not be used for anything else, whatever happens.
 _pending: deque[tuple[Any, Sequence[Any]]] = deque()

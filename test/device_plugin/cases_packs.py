@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +18,10 @@ import pytest
 from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
 from paddle_dist_ckpt.core.memory import address_of, bytes_at
 from paddle_dist_ckpt.paddle_adapter import device_copies, device_memory
+from paddle_dist_ckpt.paddle_adapter.device import at_device, name_of
 from paddle_dist_ckpt.paddle_adapter.tensors import PaddleAdapter
 from test.device_plugin import control
+from test.device_plugin.build import NAME
 from test.device_plugin.pinned import pinned_memory
 
 SAVING, LOADING = SaveOptions(no_dist=True, progress=False), LoadOptions(no_dist=True, progress=False)
@@ -207,6 +211,52 @@ def kept_by_a_failing_pack(count: int) -> tuple[list[bool], list[bool], bool]:
     after = [reference() is not None for reference in made]
     found = np.concatenate([target.numpy() for target in targets])
     return before, after, bool((found == values).all())
+
+
+def two_devices_by_two_threads() -> tuple[list[str], bool]:
+    """Fill tensors of a device by one thread, and of another one by a thread that begins when the first has its device
+    as the current one; gives which is the current one at the first's end, and whether all tensors are right."""
+    places = [f"{NAME}:0", f"{NAME}:1"]
+    begun, other = threading.Event(), threading.Event()
+    split, to_fill = paddle._legacy_C_ops.split, device_copies._PackedCopies.to_fill
+    current: list[str] = []
+
+    def slow_split(*given: Any) -> None:
+        if not begun.is_set():
+            begun.set()
+            other.wait(0.5)
+            current.append(name_of(paddle.framework._current_expected_place()))
+        split(*given)
+
+    def slow_to_fill(pack: Any) -> Any:
+        if pack.kind.device == places[1]:
+            other.set()
+            time.sleep(0.2)
+        return to_fill(pack)
+
+    targets: dict[str, list[paddle.Tensor]] = {}
+    for place in places:
+        with at_device(place):
+            targets[place] = [paddle.zeros([5], "float32") for _ in range(20)]
+            paddle.device.synchronize(place)
+    values = np.arange(100, dtype="float32")
+
+    def fill(place: str) -> None:
+        copies = device_copies.DeviceCopies()
+        memories = device_memory.memories_of(targets[place], [0] * 20)
+        copies.write([(memory, 0, address_of(values) + 20 * i, 20) for i, memory in enumerate(memories)], values)
+        copies.mark().wait()
+
+    with at_device(places[0]), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paddle._legacy_C_ops, "split", slow_split)
+        patch.setattr(device_copies._PackedCopies, "to_fill", slow_to_fill)
+        thread = threading.Thread(target=fill, args=(places[0],))
+        thread.start()
+        begun.wait(10)
+        fill(places[1])
+        thread.join()
+    right = all(bool((np.concatenate([one.numpy() for one in targets[place]]) == values).all()) for place in places)
+    return current, right and not device_copies._without_packs
 
 
 def with_kernels_of_the_host(path: str) -> list[str]:

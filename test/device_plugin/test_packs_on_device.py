@@ -70,6 +70,11 @@ def test_what_is_copied_to_is_kept_where_a_pack_fails_after_that(devices: Device
     assert found == ([True], [False], True)
 
 
+def test_copies_of_two_devices_by_two_threads(devices: DevicePool) -> None:
+    (found,) = devices.run(cases.two_devices_by_two_threads, ranks=1)
+    assert found == ([f"{build.NAME}:0"], True)
+
+
 def test_a_tensor_never_moves_to_the_host(devices: DevicePool, tmp_path: Path) -> None:
     (places,) = devices.run(cases.with_kernels_of_the_host, str(tmp_path), ranks=1)
     assert len(places) == 4
