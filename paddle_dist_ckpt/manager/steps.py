@@ -173,7 +173,13 @@ class Steps:
         """
         if retention.best is not None:
             self._check_passed_over("best", self.unread)
-        return next(iter(retention.best_of(self.metrics)), None)
+        found = next(iter(retention.best_of(self.metrics)), None)
+        if found is None and self.metrics:  # what restore(step=None) does is another thing
+            why = (
+                "the manager has no best" if retention.best is None else f"no step has the metric {retention.best[0]!r}"
+            )
+            _logger.warning("%s: no step is the best one, for %s; restore(step=None) takes the latest", self.root, why)
+        return found
 
     def _check_passed_over(self, what: str, steps: Iterable[int]) -> None:
         """Refuse to take another step for what one of some that could not be read may be.

@@ -96,6 +96,26 @@ def test_bad_retention_is_refused(arguments: tuple[Any, Any, Any]) -> None:
         Retention(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("best", "why"),
+    [
+        (None, "the manager has no best"),
+        (("accuracy", "max"), "no step has the metric 'accuracy'"),
+        (("loss", "max"), None),
+    ],
+)
+def test_that_no_step_is_the_best_one_is_warned_of(
+    tmp_path: Path, best: Any, why: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who restores the best one would restore the latest."""
+    assert look(tmp_path).best(Retention(1, None, best)) is None
+    assert caplog.messages == []
+    save_step(tmp_path, 1, loss=1.0)
+    assert look(tmp_path).best(Retention(1, None, best)) == (None if why else 1)
+    text = f"{tmp_path}: no step is the best one, for {why}; restore(step=None) takes the latest"
+    assert caplog.messages == ([text] if why else [])
+
+
 def test_numbers_of_numpy_are_pythons() -> None:
     """Minus three is 253 to eight bits without a sign, and a thousand is too much for them."""
     steps: dict[int, Any] = {step: {} for step in range(100, 1100, 100)}
