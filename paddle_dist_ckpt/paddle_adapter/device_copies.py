@@ -160,9 +160,10 @@ class DeviceCopies:
 
     def _stream(self, device: str) -> Any:
         if device not in self._streams:
-            self._streams[device] = stream = stream_for_copies(device)
+            stream = stream_for_copies(device)
             if stream is not None:
                 stream.wait_event(recorded(paddle.device.current_stream(device), device, ()))
+            self._streams[device] = stream  # now that it waits, which may fail
         return self._streams[device]
 
     def _read_pack(self, pack: _PackedCopies) -> _Work:

@@ -15,7 +15,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
+from paddle_dist_ckpt import LoadOptions, SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
 from paddle_dist_ckpt.core.memory import address_of, bytes_at
 from paddle_dist_ckpt.paddle_adapter import device_copies, device_memory
 from paddle_dist_ckpt.paddle_adapter.device import at_device, name_of
@@ -211,6 +211,37 @@ def kept_by_a_failing_pack(count: int) -> tuple[list[bool], list[bool], bool]:
     after = [reference() is not None for reference in made]
     found = np.concatenate([target.numpy() for target in targets])
     return before, after, bool((found == values).all())
+
+
+def queued_before_a_failing_wait(path: str) -> list[float]:
+    """Save what is still being copied where waiting for that fails at first; gives what the checkpoint says then."""
+    targets = {str(i): paddle.zeros([5], "float32") for i in range(20)}
+    twos, waits = paddle.full([5], 2.0), []
+    wait_event = paddle.device.Stream.wait_event
+    paddle.device.synchronize()
+
+    def fail_at_first(*given: Any) -> None:
+        waits.append(None)
+        if len(waits) == 1:
+            raise RuntimeError("no room for it")
+        wait_event(*given)
+
+    control.set_speed(5000)
+    try:
+        stream = paddle.device.current_stream()
+        paddle.zeros([1000]).copy_(paddle.zeros([1000]).cpu(), False)  # takes most of a second
+        for target in targets.values():
+            target.copy_(twos, False)
+        assert not stream.query()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(paddle.device.Stream, "wait_event", fail_at_first)
+            save_state_dict(targets, path, async_save=True, options=SAVING).result()
+    finally:
+        control.set_speed(0)
+        device_copies._without_packs.clear()
+    assert waits
+    saved = load_merged_state_dict(path, offload=True)
+    return sorted({float(value) for one in saved.values() for value in one.numpy()})
 
 
 def two_devices_by_two_threads() -> tuple[list[str], bool]:

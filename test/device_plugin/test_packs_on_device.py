@@ -70,6 +70,10 @@ def test_what_is_copied_to_is_kept_where_a_pack_fails_after_that(devices: Device
     assert found == ([True], [False], True)
 
 
+def test_a_pack_that_cannot_wait_for_the_computations(devices: DevicePool, tmp_path: Path) -> None:
+    assert devices.run(cases.queued_before_a_failing_wait, str(tmp_path), ranks=1) == [[2.0]]
+
+
 def test_copies_of_two_devices_by_two_threads(devices: DevicePool) -> None:
     (found,) = devices.run(cases.two_devices_by_two_threads, ranks=1)
     assert found == ([f"{build.NAME}:0"], True)
