@@ -44,9 +44,13 @@ def wait_for(event: Any) -> None:
 
 def recorded(stream: Any, device: str, used: Sequence[Any]) -> Any:
     """A new event at the end of what a stream has to do; until it is reached, the tensors ``used`` are in use."""
-    with at_device(device):  # events belong to the current one
-        event = paddle.device.Event()
-    event.record(stream)
+    try:
+        with at_device(device):  # events belong to the current one
+            event = paddle.device.Event()
+        event.record(stream)
+    except BaseException:
+        paddle.device.synchronize(device)  # for nothing else tells when they are no longer in use
+        raise
     forget_reached()
     _pending.append((event, used))
     return event

@@ -213,6 +213,31 @@ def kept_by_a_failing_pack(count: int) -> tuple[list[bool], list[bool], bool]:
     return before, after, bool((found == values).all())
 
 
+def copied_when_no_event_is_recorded() -> list[int]:
+    """Copy a large tensor, slowly, where the event behind it cannot be recorded; gives what is on the host when that is
+    raised."""
+    tensor, host = paddle.full([1 << 20], 7, "uint8"), np.zeros(1 << 20, np.uint8)
+    (memory,) = device_memory.memories_of([tensor], [0])
+    copies, record, calls = device_copies.DeviceCopies(), paddle.device.Event.record, []
+    paddle.device.synchronize()
+
+    def fail_behind_copies(*given: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:  # the first is for what is computed
+            raise RuntimeError("no room for it")
+        record(*given)
+
+    control.set_speed(4 << 20)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(paddle.device.Event, "record", fail_behind_copies)
+            with pytest.raises(RuntimeError, match="no room"):
+                copies.read([(memory, 0, address_of(host), 1 << 20)], host)
+    finally:
+        control.set_speed(0)
+    return np.unique(host).tolist()
+
+
 def queued_before_a_failing_wait(path: str) -> list[float]:
     """Save what is still being copied where waiting for that fails at first; gives what the checkpoint says then."""
     targets = {str(i): paddle.zeros([5], "float32") for i in range(20)}
