@@ -24,8 +24,8 @@ def no_collections() -> Iterator[None]:
         yield
         return
     _begun.append(None)
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         gc.enable()

@@ -39,6 +39,19 @@ def test_a_block_ends_however_it_ends() -> None:
     assert gc.isenabled()
 
 
+def test_an_interrupt_at_the_beginning_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    disable = gc.disable
+
+    def interrupted() -> None:
+        disable()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "disable", interrupted)
+    with pytest.raises(KeyboardInterrupt), no_collections():
+        pass
+    assert gc.isenabled()
+
+
 def test_what_the_job_has_turned_off_stays_off() -> None:
     gc.disable()
     with no_collections():
