@@ -30,11 +30,12 @@ def copy(
     """
     from ..folder_calls import copy_checkpoint
     from ..options import LoadOptions
+    from ..storage import local_path
 
     alone_only("copy")
     found = copy_checkpoint(path, out, unique_id, options=LoadOptions(progress=False if json else None))
     size = sum(info.size for info in found.files)
     if json:
-        print_json({"path": out, "unique_id": found.unique_id, "files": len(found.files), "bytes": size})
+        print_json({"path": local_path(out), "unique_id": found.unique_id, "files": len(found.files), "bytes": size})
     else:
         say(f"copied checkpoint {found.unique_id} to {out}: {count(len(found.files), 'file')}, {human_bytes(size)}")

@@ -48,7 +48,7 @@ def delete(
     if json:
         freed = size if finished else 0
         facts = {"unique_id": unique_id, "files": len(removed), "bytes": freed, "unfinished": not finished}
-        print_json({"path": path, **facts})
+        print_json({"path": storage.location, **facts})
     elif finished:
         say(f"deleted {what}, {human_bytes(size)}")
     if not finished:

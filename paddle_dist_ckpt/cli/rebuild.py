@@ -36,9 +36,11 @@ def rebuild(
     from ..storage import as_storage
 
     alone_only("rebuild")
-    found = rebuild_folder(as_storage(path), save, False if json else None)
+    storage = as_storage(path)
+    found = rebuild_folder(storage, save, False if json else None)
     if json:
-        print_json({"path": path, "unique_id": found.unique_id, "save_id": found.save_id, "files": len(found.files)})
+        facts = {"unique_id": found.unique_id, "save_id": found.save_id, "files": len(found.files)}
+        print_json({"path": storage.location, **facts})
     else:
         size = human_bytes(sum(info.size for info in found.files))
         say(f"recovered checkpoint {found.unique_id} of {found.created}: {count(len(found.files), 'file')}, {size}")

@@ -38,6 +38,6 @@ def report(
     page = write_report(path, out, unique_id)
     size = page.stat().st_size
     if json:
-        print_json({"path": str(page), "bytes": size})
+        print_json({"path": str(page.absolute()), "bytes": size})
     else:
         say(f"{page}: {human_bytes(size)}")

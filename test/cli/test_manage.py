@@ -544,3 +544,14 @@ def remains(root: Path, step: int) -> list[Path]:
     data.write_bytes(b"dead")
     claim.write_text("{}")
     return [claim, folder]
+
+
+def test_documents_have_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of inspect, verify and convert have: whoever reads one may be in another folder."""
+    save_model(tmp_path / "a", ARRAYS, 1)
+    monkeypatch.chdir(tmp_path)
+    assert answer("copy", "a", "b")["path"] == str(tmp_path / "b")
+    (tmp_path / "b" / "1.metadata").unlink()
+    assert answer("rebuild", "b")["path"] == str(tmp_path / "b")
+    assert answer("report", "b", "-o", "page.html")["path"] == str(tmp_path / "page.html")
+    assert answer("delete", "b", 1, "--yes")["path"] == str(tmp_path / "b")
