@@ -12,9 +12,8 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import NoReturn
 
-from ..core.protocols import ControlHub, ControlSession
+from ..core.protocols import Appointments, ControlHub, ControlSession
 from .appointment import BoardAppointments
 from .board import Board
 from .session import Ending, Session
@@ -120,28 +119,37 @@ class RefusingHub:
         error: What is wrong.
         *named: What this rank named as the coordinator, to be told to those that named another, unless it is the first
             rank.
+        stands: Whether it is still wrong; once it is not, this is the hub of the group's first rank.
     """
 
-    def __init__(self, meeting: ControlHub, error: ValueError, *named: object) -> None:
+    def __init__(
+        self, meeting: ControlHub, error: ValueError, *named: object, stands: Callable[[], bool] = lambda: True
+    ) -> None:
         self._meeting = meeting
         self._error = error
+        self._stands = stands
         self._named = "".join(f"{NAMED_COORDINATOR}{coordinator!r:.50}" for coordinator in named)
 
-    def session(self, kind: str, timeout: float) -> NoReturn:
+    def session(self, kind: str, timeout: float) -> AbstractContextManager[ControlSession]:
         """Fail in the next session.
 
         Raises:
-            ValueError: always.
+            ValueError: what is wrong still is.
         """
+        if not self._stands():
+            return self._meeting.session(kind, timeout)
         with Ending(self._meeting.session(kind + self._named, timeout)) as made, made:
             raise self._error
+        raise self._error
 
-    def appointments(self, topic: str, timeout: float) -> NoReturn:
+    def appointments(self, topic: str, timeout: float) -> Appointments:
         """Make no appointments.
 
         Raises:
-            ValueError: always.
+            ValueError: what is wrong still is.
         """
+        if not self._stands():
+            return self._meeting.appointments(topic, timeout)
         raise self._error
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from ..control.ranks import Ranks
 from ..control.session import SHORTEST_TIMEOUT
 from ..core.protocols import ControlHub
 from ..errors import CheckpointError, RankFailureError
-from .job_secret import NoSecretAtFirstError, agreed_secret
+from .job_secret import NoSecretAtFirstError, agreed_secret, has_secret
 from .transport import PaddleTransport, takes_host_memory
 
 __all__ = ["connect"]
@@ -229,7 +229,7 @@ class _Kept:
                 if coordinator == first:
                     maker = self._make(first)
                     hub = maker.hub(timeout)
-                    hub = hub if maker.unshared is None else RefusingHub(hub, maker.unshared)
+                    hub = hub if maker.unshared is None else RefusingHub(hub, maker.unshared, stands=has_secret)
                 else:
                     hub = AgreedHub(self.connection(first, timeout).hub, coordinator, self._make(coordinator).hub)
                 self._connections[coordinator] = Ranks(

@@ -13,7 +13,7 @@ from ..control.bootstrap import BootstrapStore
 from ..core.text import ranks_text
 from ..errors import CheckpointTimeoutError
 
-__all__ = ["SECRET_FILE", "NoSecretAtFirstError", "agreed_secret"]
+__all__ = ["SECRET_FILE", "NoSecretAtFirstError", "agreed_secret", "has_secret"]
 
 SECRET_FILE = "PADDLE_DIST_CKPT_SECRET_FILE"
 """Environment variable: a file with a secret of the job's, without which nobody takes part in its saves and loads.
@@ -29,6 +29,11 @@ _FINE, _REFUSED, _SILENT, _NONE = b"+", b"-", b"?", b"0"
 
 class NoSecretAtFirstError(ValueError):
     """This rank has a secret, and the group's first one has none; so it takes part only to tell the others of that."""
+
+
+def has_secret() -> bool:
+    """Whether this rank is given one."""
+    return bool(os.environ.get(SECRET_FILE))
 
 
 def agreed_secret(

@@ -247,8 +247,11 @@ def save_with_secrets(path: str, secrets: list[str]) -> list[Outcome]:
 
 
 def save_with_secret_on(path: str, secret: str, having: list[int]) -> list[Outcome]:
-    """Save twice, with a secret on some ranks alone."""
+    """Save twice, with a secret on some ranks alone, and then on none."""
     if dist.get_rank() in having:
         os.environ["PADDLE_DIST_CKPT_SECRET_FILE"] = secret
     options = SaveOptions(timeout=60)
-    return [outcome_of(lambda: save_state_dict({"x": 1}, path, options=options)) for _ in range(2)]
+    outcomes = [outcome_of(lambda: save_state_dict({"x": 1}, path, options=options)) for _ in range(2)]
+    os.environ.pop("PADDLE_DIST_CKPT_SECRET_FILE", None)
+    dist.barrier()  # as after any error
+    return [*outcomes, outcome_of(lambda: save_state_dict({"x": 1}, path, options=options).unique_id)]
