@@ -54,7 +54,7 @@ def _sizes(message: int, payload: int) -> bytes:
     return lengths + _CHECK.pack(zlib.crc32(lengths))
 
 
-class _Piece(NamedTuple):
+class _Unsent(NamedTuple):
     """Bytes that are to be sent.
 
     Attributes:
@@ -92,7 +92,7 @@ class Connection:
         self.ended = False
         self._sending = sending
         self._receiving = receiving
-        self._unsent: deque[_Piece] = deque()
+        self._unsent: deque[_Unsent] = deque()
         self._last = (-1, 0)  # the number and the end of what was forgotten last of that
         self._taken = [0]  # how much the system has taken, by and by
         self._received = 0  # frames
@@ -124,9 +124,9 @@ class Connection:
         number, begin = self._unsent[-1][:2] if self._unsent else self._last
         sizes, number = _sizes(len(message), len(payload)), number + 1
         head = memoryview(sizes + self._sending.tag(number, sizes, message, payload) + message)
-        pieces = [_Piece(number, begin + len(head), head)]
+        pieces = [_Unsent(number, begin + len(head), head)]
         if payload:
-            pieces.append(_Piece(number, begin + len(head) + len(payload), memoryview(payload)))
+            pieces.append(_Unsent(number, begin + len(head) + len(payload), memoryview(payload)))
         # IMPORTANT: the frame counts by this one step. An interrupt, which may come between any two, finds all of it
         # among what waits, or nothing; else a part might be missing, or come twice.
         self._unsent.extend(pieces)
