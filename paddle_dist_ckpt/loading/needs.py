@@ -133,25 +133,30 @@ class Needs:
     def bytes_to_read(self) -> tuple[dict[str, int], int]:
         """How many bytes the blocks have that hold what each wanted path needs; and all paths together, which may share
         some."""
-        by_path: dict[str, dict[int, list[int]]] = {}
-        by_shard: dict[int, list[int]] = {}
-        for need, shard in enumerate(self._shard.tolist()):
-            path = self.targets.path(int(self._target[need]))
-            for shards in (by_path.setdefault(path, {}), by_shard):
-                shards.setdefault(shard, []).append(need)
-        itemsize = self._table.itemsizes[self._table.shard_tensor[self._shard]].tolist()
-        like, known = self._like.tolist(), dict[tuple[int, ...], int]()
+        rows, row = np.unique(self._target, return_inverse=True)
+        of_row = list(map(self.targets.path, rows.tolist()))
+        numbers = {path: i for i, path in enumerate(dict.fromkeys(of_row))}
+        number = np.array([numbers[path] for path in of_row], np.int64)[row.reshape(-1)]
+        by_path = self._bytes_to_read(number, len(numbers)).tolist()
+        return dict(zip(numbers, by_path, strict=True)), int(self._bytes_to_read(np.zeros_like(number), 1)[0])
 
-        def touched_bytes(shards: Mapping[int, list[int]]) -> int:
-            total = 0
-            for needs in shards.values():
-                kind = (itemsize[needs[0]], *[like[need] for need in needs])
-                if kind not in known:
-                    known[kind] = self._touched_bytes(needs, itemsize[needs[0]])
-                total += known[kind]
-            return total
-
-        return {path: touched_bytes(shards) for path, shards in by_path.items()}, touched_bytes(by_shard)
+    def _bytes_to_read(self, group: IntArray, count: int) -> IntArray:
+        """The same of all needs of each of so many groups, given the group of each need."""
+        is_small = self._are_batched(slice(None))  # of those all are read, which are one block each
+        small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
+        once = small[group_rows(np.column_stack([group[small], self._shard[small]]))[0]]
+        found = sums_by(group[once], self._entry_bytes[once], count)
+        needs_of: dict[tuple[int, int], list[int]] = {}
+        for need, *place in zip(large.tolist(), group[large].tolist(), self._shard[large].tolist(), strict=True):
+            needs_of.setdefault((place[0], place[1]), []).append(need)
+        known = dict[tuple[int, ...], int]()
+        for (number, shard), needs in needs_of.items():
+            itemsize = int(self._table.itemsizes[self._table.shard_tensor[shard]])
+            kind = (itemsize, *self._like[needs].tolist())
+            if kind not in known:
+                known[kind] = self._touched_bytes(needs, itemsize)
+            found[number] += known[kind]
+        return found
 
     def _touched_bytes(self, needs: Sequence[int], itemsize: int) -> int:
         """How many bytes the blocks of a shard have that hold some needs of it."""
@@ -160,7 +165,7 @@ class Needs:
         blocks = touched_blocks(self._boxes(needs[0])[3], itemsize, boxes, size)
         return sum(min(stop * size, entry_bytes) - start * size for start, stop in blocks)
 
-    def _are_batched(self, needs: IntArray) -> Mask:
+    def _are_batched(self, needs: IntArray | slice) -> Mask:
         """Which of some needs are read in batches: those of small entries, ``[n]``."""
         are: Mask = self._entry_bytes[needs] <= self.block_bytes
         return are

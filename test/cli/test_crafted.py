@@ -149,6 +149,15 @@ def test_very_many_tensors_are_shown_in_little_memory(
     assert found.seconds < seconds * slowness()
 
 
+def test_recipes_for_a_tensor_of_very_many_shards_are_shown_soon(tmp_path: Path) -> None:
+    shards = 1 << 16
+    write_checkpoint(tmp_path / "large", {"/w": Entry([shards], [list(range(1, shards))], "uint8")})
+    rules = tmp_path / "rules.py"
+    rules.write_text("from paddle_dist_ckpt import stored\nrecipes = {'y': stored('w')[1:]}\n")
+    check_budget(found := cost(tmp_path, "recipes", rules), bytes_on_disk(tmp_path / "large"))
+    assert "y  (65535) uint8, reads 64 KiB\n" in found.outcome
+
+
 def test_keys_like_a_missing_one_are_found_soon(wide: Path) -> None:
     before = time.process_time()
     text = fails("cat", wide / "large", "model.layers.001234.wieght")
