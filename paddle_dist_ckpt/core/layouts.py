@@ -220,8 +220,8 @@ def grid_starts(boxes: Boxes, region: Box) -> list[IntArray] | None:
 
 def _cut(extent: int, cuts: Sequence[int]) -> tuple[IntArray, IntArray]:
     """Where boxes start along a dimension of this extent that is cut so, and how far each of them reaches."""
-    edges = np.concatenate([_FIRST, np.asarray(cuts, np.int64), np.array([extent], np.int64)])
-    return narrow(edges[:-1], extent), narrow(edges[1:] - edges[:-1], extent)
+    starts = np.concatenate([_FIRST, np.asarray(cuts, np.int64)])
+    return narrow(starts, extent), narrow(np.diff(starts, append=extent), extent)
 
 
 @lru_cache(maxsize=1024)

@@ -138,13 +138,17 @@ def _are_plain(paths: Sequence[str]) -> bool:
 
 
 def _bounded_layouts(records: list[LayoutRecord], layout_of: IntArray, shards: int) -> list[Layout]:
-    """The layouts, if together they have just ``shards`` shards; no layout may be larger than what is left of them."""
+    """The layouts, if together they have just ``shards`` shards; no layout may be larger than what is left of them.
+
+    Records are taken from the list one by one: with very many, there would not be memory for them and the layouts.
+    """
     uses = np.bincount(layout_of, minlength=len(records)).tolist()
     if 0 in uses:
         raise CheckpointCorruptedError("the tensor table has a layout that no tensor uses")
     layouts, left = [], shards
-    for record, count in zip(records, uses, strict=True):
-        layout = Layout.from_record(record, left // count)
+    records.reverse()
+    for count in uses:
+        layout = Layout.from_record(records.pop(), left // count)
         left -= len(layout.parts) * count
         layouts.append(layout)
     if sum(len(layout.parts) * len(layout.shape) for layout in layouts) > _FEW_EDGES + _EDGES * shards:

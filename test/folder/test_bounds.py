@@ -49,6 +49,7 @@ from test.jobs import (
     try_load,
 )
 from test.pace import slowness
+from test.torture.crafting import Entry, write_checkpoint
 
 
 def edit_metadata(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -366,3 +367,16 @@ def test_a_prefix_is_looked_for_where_it_may_be(monkeypatch: pytest.MonkeyPatch)
     assert below(path, prefix + ".ab") is None
     assert below(path, "x") is None
     assert len(looks) < 10
+
+
+def test_very_many_layouts_and_what_they_are_made_of_are_not_in_memory_at_once(tmp_path: Path) -> None:
+    number = 10_000
+    write_checkpoint(tmp_path, {f"/{i:06d}": Entry([0, i + 300], [[], [1]]) for i in range(number)})
+    read_metadata(tmp_path)  # so that what it needs of code is there
+    tracemalloc.start()
+    try:
+        assert len(read_metadata(tmp_path).table.paths) == number
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1400 * number
