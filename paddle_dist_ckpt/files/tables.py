@@ -58,7 +58,7 @@ def table_to_record(table: ShardTable) -> TableRecord:
 
 
 def table_from_record(record: TableRecord, files: int) -> ShardTable:
-    """The table that was stored.
+    """The table that was stored. The record has no layouts any more then, and cannot be used again.
 
     Raises:
         CheckpointCorruptedError: it contradicts itself.
