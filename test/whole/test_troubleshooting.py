@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 
 from paddle_dist_ckpt import (
@@ -38,7 +39,6 @@ from paddle_dist_ckpt.storage import Folders, as_storage
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks, shard_array
 from test.jobs import all_ok, another_host, load_alone, save_alone, try_load, try_save
-from test.paddle.optimizers import scaler_of
 from test.test_docs import blocks, pages
 from test.whole.texts import is_in, logged_texts, texts_of_source
 
@@ -114,8 +114,8 @@ def provoked(data: Path) -> Iterator[str]:
     save_alone({**model, "optimizer": {"head.weight.moment1": np.zeros((4, 2), "f4")}}, data / "frozen")
     thawed = {**model, "optimizer": {"body.weight.moment1": np.zeros((4, 2), "f4")}}
     yield error(lambda: load_alone(thawed, data / "frozen"))
-    save_state_dict({"scaler": scaler_of(False)}, data / "c", unique_id=0)
-    yield error(lambda: load_state_dict({"scaler": scaler_of(True)}, data / "c"))
+    save_state_dict({"lr": paddle.optimizer.lr.StepDecay(0.1, 2)}, data / "c", unique_id=0)
+    yield error(lambda: load_state_dict({"lr": paddle.optimizer.lr.ReduceOnPlateau(0.1)}, data / "c"))
     save_alone({"model": MODEL, "optimizer": MOMENTS, "step": 1}, data / "c", 0)
     yield error(lambda: load_alone({}, data / "c", 7))
     yield error(lambda: load_alone(MODEL, data / "nowhere"))
