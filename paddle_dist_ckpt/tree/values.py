@@ -17,18 +17,10 @@ list. Everything else is an object with one member, whose name is the tag:
 from __future__ import annotations
 
 import base64
-import collections
-import dataclasses
-import datetime
-import decimal
-import enum
 import io
 import math
-import pathlib
-import random
 import re
 import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -39,6 +31,7 @@ from ..core.decoding import decoding, finite_float, has_few_of_one_hash
 from ..core.garbage import no_collections
 from ..core.memory import Bytes1D
 from ..errors import UnsupportedValueError
+from .advice import refusal_of
 
 __all__ = [
     "DECODE_ERRORS",
@@ -171,26 +164,7 @@ def to_jsonable(value: Any, key: _Place, depth: int = 0) -> Any:
         if value.size and not value.nbytes:
             raise UnsupportedValueError(f"{_text_of(key)}: an array of items without bytes cannot be stored")
         return {"array": [_numpy_dtype(value.dtype, key), list(value.shape), _base64(value.tobytes())]}
-    advice = next((f"{how}, or " for kinds, how in _ADVICE if isinstance(value, kinds)), "")
-    if not advice and dataclasses.is_dataclass(value) and not isinstance(value, type):
-        advice = "dataclasses.asdict(x), or "
-    elif kind.__name__ in _ADVICE_BY_NAME:
-        advice = f"{_ADVICE_BY_NAME[kind.__name__]}, or "
-    elif not advice and hasattr(kind, "__array__"):
-        advice = "numpy.asarray(x), or "
-    tensors = "" if hasattr(kind, "__array__") else "tensors, "  # one in what is a value as a whole
-    raise UnsupportedValueError(
-        f"{_text_of(key)}: {_kind_in_words(kind)} cannot be stored; store {advice}numbers, strings, bytes, None, numpy "
-        f"values, {tensors}or lists, tuples and dicts of them, or objects that have state_dict() and set_state_dict()"
-    )
-
-
-def _kind_in_words(kind: type) -> str:
-    """A type as one says it: ``a set``, ``an object``, ``a loader.Reader``."""
-    module = getattr(kind, "__module__", None)  # classes of another language may have none
-    is_named = isinstance(module, str) and module != "builtins"
-    name = f"{module}.{kind.__qualname__}" if is_named else kind.__qualname__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    raise UnsupportedValueError(f"{_text_of(key)}: {refusal_of(value)}")
 
 
 def _text_of(place: _Place) -> str:
@@ -241,28 +215,6 @@ def is_tagged(value: Any) -> bool:
     """Whether a number or a text is an object with a tag in JSON, which takes as much as a container."""
     encoder = _ENCODERS.get(type(value))
     return encoder is not None and type(encoder(value)) is dict
-
-
-_ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
-    (enum.Enum, "x.value"),
-    (tuple, "tuple(x)"),
-    ((set, frozenset), "sorted(x)"),
-    ((pathlib.PurePath, decimal.Decimal), "str(x)"),
-    ((datetime.date, datetime.time), "x.isoformat()"),
-    (datetime.timedelta, "x.total_seconds()"),
-    ((bytearray, memoryview), "bytes(x)"),
-    ((collections.deque, range), "list(x)"),
-    (types.MethodType, "x()"),
-    (random.Random, "x.getstate()"),
-    (np.random.Generator, "x.bit_generator.state"),
-    (np.random.RandomState, "x.get_state()"),
-)
-"""What to store in the place of a value x of types that cannot be stored; the first that fits counts."""
-
-_ADVICE_BY_NAME = {  # of types of Paddle, which is not imported here
-    "GeneratorState": "PerRank(paddle_dist_ckpt.rng_state())",
-    **dict.fromkeys(("DataLoader", "BatchSampler", "DistributedBatchSampler"), "its epoch and number of used batches"),
-}
 
 
 def _base64(data: bytes) -> str:
