@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from itertools import chain, compress, filterfalse
 from typing import Any
 
@@ -74,7 +74,8 @@ class Answering:
         self._is_asked: Mask = np.zeros(len(metadata.table.paths), bool)  # see ``asked``, ``[tensors]``
         self.untrained: dict[str, None] = {}
         self._frozen: dict[str, list[tuple[str, str]]] = {}  # see WantedPaths, by the path of the stored parameter
-        self._lacking: list[tuple[list[str], set[str]]] = []  # what ranks want, and for which of it nothing was found
+        # What ranks want, for which of it nothing was found, and the paths of each tensor that has several.
+        self._lacking: list[tuple[list[str], set[str], list[list[str]]]] = []
 
     @cached_property
     def _path_of_key(self) -> Any:
@@ -111,7 +112,7 @@ class Answering:
         self._values.answer(wanted, moved, places, found)
         for key in wanted.sources:
             self._answer_source(key, found)
-        self._lacking.append((wanted.tensors, {*found.unfit, *found.skipped}))
+        self._lacking.append((wanted.tensors, {*found.unfit, *found.skipped}, wanted.tied))
         index = self._metadata.table.index
         self._is_asked[[*found.tensors, *(index[path] for path in self._stored.apart if path in index)]] = True
         self._is_asked[[place for place in match.places(wanted.kept) if place is not None]] = True
@@ -132,14 +133,35 @@ class Answering:
                 key = plain_key(path)
                 self.untrained[f"{key.removesuffix(accumulator)}*" if key.endswith(f".{accumulator}") else key] = None
 
+    @cached_property
+    def tied(self) -> dict[str, tuple[str, ...]]:
+        """All paths that a tensor has on any ranks, by the flat key of each, if it has several on one of them."""
+        found: dict[str, dict[str, None]] = {}
+        for group in dict.fromkeys(tuple(group) for _, _, tied in self._lacking for group in tied):
+            whole = dict.fromkeys(group)
+            for key in map(plain_key, group):
+                whole |= found.get(key, {})
+            found.update(dict.fromkeys(map(plain_key, whole), whole))
+        return {key: tuple(whole) for key, whole in found.items()}
+
     def lacked_by_some(self) -> list[str]:
         """The paths of tensors for which nothing was found for some ranks, and something for others. It may depend on
         what else is in a rank's state_dict."""
-        lacked = Counter(path for _, lacking in self._lacking for path in lacking)
-        if len(self._lacking) == 1 or not lacked:
+        if len(self._lacking) == 1 or not any(lacking for _, lacking, _ in self._lacking):
             return []
-        wanted = Counter(path for tensors, _ in self._lacking for path in tensors if path in lacked)
-        return [path for path, count in wanted.items() if count > lacked[path]]
+        lacked, wanted = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+        for tensors, lacking, tied in self._lacking:
+            found = {path for group in tied if not lacking.issuperset(group) for path in group}
+            lacked.update(self._all_paths(lacking - found))
+            wanted.update(self._all_paths(tensors))
+        return [path for paths, count in wanted.items() if 0 < lacked[paths] < count for path in paths]
+
+    def _all_paths(self, some: Iterable[str]) -> list[tuple[str, ...]]:
+        """All paths of each tensor that has one of some."""
+        tied = self.tied
+        if not tied:
+            return [(path,) for path in some]
+        return list(dict.fromkeys(tied.get(plain_key(path), (path,)) for path in some))
 
     def thawed(self) -> list[tuple[str, str]]:
         """Those of the ranks' frozen parameters, each with its optimizer, for which something is stored there."""

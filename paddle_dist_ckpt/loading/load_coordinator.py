@@ -190,7 +190,7 @@ class LoadCoordinator:
             staged=any(n.staged for n in needs.values()),
             objects=any(n.objects for n in needs.values()),
             unused=unused,
-            left=_left_everywhere(needs) + lacking,
+            left=self._left_everywhere(needs) + lacking,
         )
         hosts = {rank: folder.host for rank, folder in self._folders.items()}
         by_host = _bytes_by_host(needs, hosts)
@@ -282,7 +282,28 @@ class LoadCoordinator:
         said = {rank: decode(data, DoneRequest) for rank, data in sorted(messages.items())}
         self._mismatches.check({rank: one.problems for rank, one in said.items()})
         gone = {name: reason for one in said.values() for name, reason in one.gone.items()}
-        return dict.fromkeys(messages, encode(GoOnAnswer(self._is_replaced(gone), _left_everywhere(said))))
+        return dict.fromkeys(messages, encode(GoOnAnswer(self._is_replaced(gone), self._left_everywhere(said))))
+
+    def _left_everywhere(self, said: Mapping[int, DecideRequest | DoneRequest]) -> list[Mismatch]:
+        """The first problem with each tensor of which some ranks leave their parts, so that all others do as well,
+        whatever paths it has there."""
+        found: dict[tuple[str, ...], dict[str, Mismatch]] = {}
+        leaving: Counter[tuple[str, ...]] = Counter()
+        for rank, one in sorted(said.items()):
+            tied = self._answering.tied if one.torn else {}
+            torn = {path: tied.get(plain_key(path), (path,)) for path in one.torn}
+            leaving.update(set(torn.values()))
+            for problem in one.problems:
+                if problem.path in torn:
+                    told = Mismatch(problem.key, f"{problem} (rank {rank})", problem.path)
+                    found.setdefault(torn[problem.path], {}).setdefault(problem.path, told)
+        left = list[Mismatch]()
+        for paths, problems in found.items():
+            if leaving[paths] < len(said):
+                first = next(iter(problems.values()))
+                others = (path for path in paths if path not in problems)
+                left += [*problems.values(), *(Mismatch.at(path, f"the same tensor as {first}") for path in others)]
+        return left
 
     def _is_replaced(self, gone: Mapping[str, str]) -> bool:
         """Whether files are gone since the checkpoint was replaced; raise if they are gone for another reason."""
@@ -327,19 +348,6 @@ def _bytes_by_host(needs: Mapping[int, DecideRequest], hosts: Mapping[int, str])
         for name, nbytes in need.files.items():
             wanted[hosts.get(rank, ""), name] += nbytes
     return wanted
-
-
-def _left_everywhere(said: Mapping[int, DecideRequest | DoneRequest]) -> list[Mismatch]:
-    """The first problem with each tensor of which some ranks leave their parts, so that all others do as well."""
-    found: dict[str, Mismatch] = {}
-    leaving: Counter[str] = Counter()
-    for rank, one in sorted(said.items()):
-        torn = set(one.torn)
-        leaving.update(torn)
-        for problem in one.problems:
-            if problem.path in torn:
-                found.setdefault(problem.path, Mismatch(problem.key, f"{problem} (rank {rank})", problem.path))
-    return [problem for path, problem in found.items() if leaving[path] < len(said)]
 
 
 def _stored_form(storage: Storage, metadata: Metadata, in_folders: bool, place: int) -> Any:

@@ -793,6 +793,35 @@ def test_a_tensor_with_two_keys_on_one_rank_and_one_on_others_is_left_whole(
             assert ("b" in reports[0].skipped_keys) == (left or number == 2)
 
 
+@pytest.mark.parametrize(
+    ("unfit", "keys"),
+    [
+        ({"a": 5}, ["ab", "a"]),
+        ({"a": 5}, ["a", "ab", "ab"]),
+        ({"c": None}, ["ab", "abc", "c"]),
+        ({"a": None, "b": 5}, ["ac", "a", "c"]),
+        ({"c": 5}, ["bc", "b", "c"]),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_tensor_is_left_whole_whatever_keys_ranks_have_it_under(
+    tmp_path: Path, unfit: dict[str, Any], keys: list[str], nested: bool
+) -> None:
+    array = make_array((6, 4))
+    stored = dict.fromkeys("abc", array) | {key: array[1:] if x is None else x for key, x in unfit.items()}
+    save_alone({f"m.{key}": value for key, value in stored.items()}, tmp_path)
+    parts = split_rows(array, len(keys), fill=False)
+    targets = [
+        {"m": dict.fromkeys(mine, part)} if nested and rank else {f"m.{key}": part for key in mine}
+        for rank, (mine, part) in enumerate(zip(keys, parts, strict=True))
+    ]
+    reports = load_on(targets, tmp_path, options=LoadOptions(strict=False, timeout=60))
+    for report, part, mine in zip(reports, parts, keys, strict=True):
+        check_pieces(part, np.zeros_like(array))
+        assert sorted(report.skipped_keys) == [f"m.{key}" for key in mine]
+        assert len(report.skipped) == len(mine)
+
+
 def test_views_of_one_memory_with_different_elements_are_not_tied(tmp_path: Path) -> None:
     matrix = make_array((6, 6))
     save_alone({"row": matrix[0, :], "column": matrix[:, 0]}, tmp_path)
