@@ -67,6 +67,7 @@ def collect(
             for path, one in objects.items()
             if path in free and path not in skipped and adapter.needs_all_entries(one.value)
         },
+        may_be_disabled={path for path, one in objects.items() if adapter.may_be_disabled(one.value)},
         tied=tensors.tied(),
         may_be_missing=key_map.matcher(options.allow_missing),
     )

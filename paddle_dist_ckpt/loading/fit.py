@@ -82,8 +82,8 @@ class Fit:
     def _incomplete_objects(self) -> set[str]:
         """The paths of objects that would refuse what is stored for them, which is a problem unless it may be missing.
 
-        They would do so when all tensors are filled. It is none if what is stored is empty, as the state is of a
-        disabled scaler: Paddle disables each in the first step of a model that is not in float16.
+        They would do so when all tensors are filled. It is none if what is stored for a scaler is empty, as it is of a
+        disabled one: Paddle disables each in the first step of a model that is not in float16.
         """
         wanted, found = self.wanted, set[str]()
         if not wanted.needed:
@@ -97,7 +97,7 @@ class Fit:
                 continue
             found.add(path)
             key = plain_key(path)
-            if self.answer.values.get(path) == _EMPTY:
+            if path in wanted.may_be_disabled and self.answer.values.get(path) == _EMPTY:
                 wanted.left.append(Mismatch(key, f"{key}: {LEFT_EMPTY}"))
                 continue
             problem = Mismatch(key, f"{key}: what is stored lacks {', '.join(lacking)}, {NEEDED}")

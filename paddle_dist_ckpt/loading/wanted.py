@@ -34,6 +34,7 @@ class WantedState:
         left_own: Those of them that are left as they are, which an object is given back with what is stored for it.
         repeated: See :class:`..tree.state_dict.Leaves`.
         needed: The entries that objects have now which refuse a state without one of them, by the objects' paths.
+        may_be_disabled: Those of them that are left as they are if an empty state is stored.
         tied: The paths of each tensor that has several.
         may_be_missing: Whether a flat key need not be stored.
     """
@@ -50,6 +51,7 @@ class WantedState:
     left_own: dict[str, Any] = field(default_factory=dict)
     repeated: dict[str, str] = field(default_factory=dict)
     needed: dict[str, list[str]] = field(default_factory=dict)
+    may_be_disabled: set[str] = field(default_factory=set)
     tied: list[list[str]] = field(default_factory=list)
     may_be_missing: Callable[[str], bool] = lambda key: False
 

@@ -14,7 +14,15 @@ from .optimizers import MASTERS, inner_optimizer, is_optimizer
 from .static_program import SCHEDULER, is_program, program_scheduler, set_program_state
 from .wrappers import INNER, STEPS, is_look_ahead, is_of_paddle, refusal, unwrapped, without_data_parallel
 
-__all__ = ["in_own_dtypes", "is_defined_by_user", "is_object", "needs_all_entries", "own_tensors", "restore"]
+__all__ = [
+    "in_own_dtypes",
+    "is_defined_by_user",
+    "is_object",
+    "may_be_disabled",
+    "needs_all_entries",
+    "own_tensors",
+    "restore",
+]
 
 
 def is_object(value: Any) -> bool:
@@ -36,6 +44,11 @@ def needs_all_entries(value: Any) -> bool:
     """Whether it is a scheduler or a scaler of Paddle's, which refuses a state without an entry that it has now."""
     value = unwrapped(value)
     return is_of_paddle(type(value)) and isinstance(value, (paddle.optimizer.lr.LRScheduler, AmpScaler))
+
+
+def may_be_disabled(value: Any) -> bool:
+    """Whether it is a scaler of Paddle's, which has an empty state while it is disabled."""
+    return isinstance(unwrapped(value), AmpScaler)
 
 
 def restore(value: Any, state: dict[str, Any]) -> list[str]:

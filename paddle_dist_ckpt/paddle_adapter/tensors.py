@@ -84,6 +84,7 @@ class PaddleAdapter:
     is_object = staticmethod(objects.is_object)
     is_defined_by_user = staticmethod(objects.is_defined_by_user)
     needs_all_entries = staticmethod(objects.needs_all_entries)
+    may_be_disabled = staticmethod(objects.may_be_disabled)
     make_entries = staticmethod(optimizers.make_accumulators)
 
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:

@@ -118,6 +118,10 @@ class Adapter(TensorAdapter, Protocol):
         """Whether an object refuses a state that lacks an entry which it has now."""
         return False
 
+    def may_be_disabled(self, value: Any) -> bool:
+        """Whether an object may be disabled, and has an empty state then."""
+        return False
+
     def frozen(self, value: Any) -> list[int]:
         """The tokens of the parameters of an optimizer that are not trained now, and have no entries in its state."""
         return []

@@ -945,6 +945,7 @@ def test_what_fully_shard_has_joined_is_refused(tmp_path: Path) -> None:
 
 RATES = paddle.optimizer.lr
 REFUSED = {
+    "nothing, a scheduler": (dict, lambda: RATES.StepDecay(0.1, 2), "last_epoch, last_lr"),
     "another scheduler": (lambda: RATES.StepDecay(0.1, 2), lambda: RATES.ReduceOnPlateau(0.1), "cooldown_counter"),
     "a warm-up before it": (
         lambda: RATES.StepDecay(0.1, 2),
