@@ -13,7 +13,7 @@ from ..core.cached import cached_property
 from ..core.shards import Kind
 from ..files.metadata import Metadata
 from ..tree.names import scheduler_of
-from ..tree.paths import Part, below, is_own, join, plain_key
+from ..tree.paths import Part, below, is_own, join, parent_of, plain_key
 from ..tree.stored_values import leaves_of, parts_of
 from .hints import Hints
 from .wording import A_TENSOR, MEANT, MISSING, OF_ALL_RANKS
@@ -131,5 +131,5 @@ class StoredPaths:
         return f"{MISSING}; is {close[0].key!r} {MEANT}" if close else MISSING
 
     def _is_of_all_ranks(self, path: str) -> bool:
-        inside = self.below(path)
-        return bool(inside) and is_own(inside[0]) and inside[0].rpartition("/")[0] == path
+        first = bisect.bisect_left(self.paths, path + "/")  # and no list of all below, which may be very many
+        return first < len(self.paths) and is_own(self.paths[first]) and parent_of(self.paths[first]) == path
