@@ -149,19 +149,18 @@ class Answering:
         what else is in a rank's state_dict."""
         if len(self._lacking) == 1 or not any(lacking for _, lacking, _ in self._lacking):
             return []
-        lacked, wanted = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
-        for tensors, lacking, tied in self._lacking:
+        lacked = Counter[str]()
+        for _, lacking, tied in self._lacking:
             found = {path for group in tied if not lacking.issuperset(group) for path in group}
-            lacked.update(self._all_paths(lacking - found))
-            wanted.update(self._all_paths(tensors))
-        return [path for paths, count in wanted.items() if 0 < lacked[paths] < count for path in paths]
+            lacked.update(self._firsts(lacking - found))
+        wanted = Counter(path for tensors, _, _ in self._lacking for path in self._firsts(tensors) if path in lacked)
+        some = (path for path, count in wanted.items() if count > lacked[path])
+        return [path for first in some for path in self.tied.get(plain_key(first), (first,))]
 
-    def _all_paths(self, some: Iterable[str]) -> list[tuple[str, ...]]:
-        """All paths of each tensor that has one of some."""
+    def _firsts(self, some: Iterable[str]) -> Iterable[str]:
+        """The first of all paths of each tensor that has one of some."""
         tied = self.tied
-        if not tied:
-            return [(path,) for path in some]
-        return list(dict.fromkeys(tied.get(plain_key(path), (path,)) for path in some))
+        return list(dict.fromkeys(tied.get(plain_key(path), (path,))[0] for path in some)) if tied else some
 
     def thawed(self) -> list[tuple[str, str]]:
         """Those of the ranks' frozen parameters, each with its optimizer, for which something is stored there."""
