@@ -136,14 +136,15 @@ class Connection:
         """Send on what waits."""
         try:
             while self._forget_sent():
-                waiting, taken = itertools.islice(self._unsent, _BUFFERS), self._taken[0]
-                buffers = [piece.data[max(0, len(piece.data) - (piece.end - taken)) :] for piece in waiting]
+                buffers = [piece.data for piece in itertools.islice(self._unsent, _BUFFERS)]
+                buffers[0] = buffers[0][self._taken[0] - self._unsent[0].end :]  # the rest of it
                 # IMPORTANT: one step, too: what the system has taken is noted before an interrupt can come.
                 self._taken.extend(map(self.socket.sendmsg, [buffers], [()], [socket.MSG_NOSIGNAL]))
-        except (BlockingIOError, InterruptedError):
-            return  # the hub's thread sends on when the system takes more
-        except OSError:
-            self._end()
+        except OSError as error:
+            if error.errno is None:  # not the system's, but what a signal's handler has raised, as a TimeoutError
+                raise
+            if not isinstance(error, (BlockingIOError, InterruptedError)):  # then the hub's thread sends on later
+                self._end()
 
     def _forget_sent(self) -> bool:
         """Forget what the system has taken; returns whether something waits."""

@@ -165,16 +165,19 @@ def test_an_interrupted_frame_is_sent_whole_or_not_at_all(ends: tuple[Connection
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_signals_while_frames_are_sent_break_no_connection(ends: tuple[Connection, Connection]) -> None:
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError, InterruptedError])
+def test_signals_while_frames_are_sent_break_no_connection(
+    ends: tuple[Connection, Connection], kind: type[BaseException]
+) -> None:
     """They come right after a system call for the most part, before anything can be noted of what that has done."""
     member, coordinator = ends
-    sends, times = False, 0
+    sends, times, heard = False, 0, 0
 
     def handle(*_: object) -> None:
         nonlocal times
         if sends:
             times += 1
-            raise KeyboardInterrupt
+            raise kind
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
@@ -184,13 +187,15 @@ def test_signals_while_frames_are_sent_break_no_connection(ends: tuple[Connectio
                 sends = True
                 member.send(b"%d" % number, b"x" * (number % 7) * 100)
                 sends = False
-            except KeyboardInterrupt:
+            except kind:
                 sends = False
+                heard += 1
             coordinator.receive()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert times > 30
+    assert heard == times
     member.send(b"3000", b"")
     coordinator.receive()
     came = [int(message) for message, _ in coordinator.inbox]
