@@ -175,9 +175,8 @@ class Steps:
             self._check_passed_over("best", self.unread)
         found = next(iter(retention.best_of(self.metrics)), None)
         if found is None and self.metrics:  # what restore(step=None) does is another thing
-            why = (
-                "the manager has no best" if retention.best is None else f"no step has the metric {retention.best[0]!r}"
-            )
+            named = None if retention.best is None else retention.best[0]
+            why = "the manager has no best" if named is None else f"no step has a value of the metric {named!r}"
             _logger.warning("%s: no step is the best one, for %s; restore(step=None) takes the latest", self.root, why)
         return found
 

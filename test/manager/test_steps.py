@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import threading
 import time
@@ -100,7 +101,8 @@ def test_bad_retention_is_refused(arguments: tuple[Any, Any, Any]) -> None:
     ("best", "why"),
     [
         (None, "the manager has no best"),
-        (("accuracy", "max"), "no step has the metric 'accuracy'"),
+        (("accuracy", "max"), "no step has a value of the metric 'accuracy'"),
+        (("nan", "max"), "no step has a value of the metric 'nan'"),
         (("loss", "max"), None),
     ],
 )
@@ -110,7 +112,7 @@ def test_that_no_step_is_the_best_one_is_warned_of(
     """Who restores the best one would restore the latest."""
     assert look(tmp_path).best(Retention(1, None, best)) is None
     assert caplog.messages == []
-    save_step(tmp_path, 1, loss=1.0)
+    save_step(tmp_path, 1, loss=1.0, nan=math.nan)
     assert look(tmp_path).best(Retention(1, None, best)) == (None if why else 1)
     text = f"{tmp_path}: no step is the best one, for {why}; restore(step=None) takes the latest"
     assert caplog.messages == ([text] if why else [])
