@@ -158,7 +158,9 @@ def _have_rest(values: Sequence[Any], expected: Mapping[str, list[Any]]) -> bool
     plain = _without(values, is_dist)
     return (
         all(map(paddle.Tensor.is_dense, plain))
-        and not any(getattr(value, "is_distributed", False) for value in plain)
+        and not any(
+            getattr(one, "is_distributed", False) or getattr(one, "master_weight", None) is not None for one in plain
+        )
         and list(map(paddle.Tensor.is_contiguous, values)) == contiguous
         and read("strides", _without(values, contiguous)) == _without(expected["strides"], contiguous)
         and (True not in is_dist or _are_distributed_so(values, expected))

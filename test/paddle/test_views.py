@@ -68,6 +68,11 @@ def marked(value: Any) -> Any:
     return value
 
 
+def offloaded(value: Any) -> Any:
+    value.master_weight = paddle.ones([4, 4])
+    return value
+
+
 def emptied(value: Any) -> Any:
     value._clear_data()
     return value
@@ -94,6 +99,7 @@ ODD: dict[str, Callable[[], Any]] = {
         [dist.Shard(0), dist.Replicate()],
     ),
     "marked": lambda: marked(paddle.create_parameter([4, 4], "float32")),
+    "offloaded": lambda: offloaded(paddle.create_parameter([4, 4], "float32")),
     "sparse": lambda: paddle.ones([4, 4]).to_sparse_coo(2),
     "no memory": lambda: emptied(paddle.ones([4, 4])),
     "distributed without memory": lambda: emptied(spread(dist.Shard(0))),
