@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ..errors import UnsupportedValueError
@@ -9,6 +10,8 @@ from ..tree.paths import plain_key
 from .static_program import OFFLOADED, SLICE
 
 __all__ = ["check_name", "check_offloaded", "check_plain", "check_slice", "no_memory"]
+
+_OF_OFFLOADED = re.compile(rf"{OFFLOADED}(_[a-z]|$)")  # not of a layer: those of an OffloadBuffer go on with its number
 
 
 def no_memory(path: str, tensor: Any) -> UnsupportedValueError:
@@ -42,7 +45,7 @@ def check_name(name: str, path: str) -> None:
 def check_slice(name: str | None, path: str) -> None:
     """Refuse what ranks have under one name, each its own part of something."""
     is_called_so = path.rpartition("/")[2].startswith(SLICE)
-    if is_called_so or (name or "").startswith((SLICE, OFFLOADED)):
+    if is_called_so or (name and (name.startswith(SLICE) or _OF_OFFLOADED.match(name))):
         raise UnsupportedValueError(
             f"{plain_key(path)}: this is a rank's slice of parameters that sharding has joined or cut"
             f"{'' if is_called_so else f' ({name})'}; ranks have different ones under one such name, and "

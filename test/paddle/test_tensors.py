@@ -327,6 +327,22 @@ def test_local_part_of_a_fleet_layer(tmp_path: Path) -> None:
         save_state_dict({"layer": layer.state_dict()}, tmp_path)
 
 
+class OffloadBuffer(paddle.nn.Layer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([3])
+
+
+def test_layer_that_is_called_as_the_buffer_of_group_sharding(tmp_path: Path) -> None:
+    layer, value = OffloadBuffer(), paddle.ones([3])
+    assert layer.weight.name.startswith("offload_buffer_")
+    save_state_dict({"layer": layer}, tmp_path)
+    for name in ("offload_buffer", "offload_buffer_moment1_0"):
+        value.name = name
+        with pytest.raises(UnsupportedValueError, match=f"x: .*slice.*{name}.*offload=True"):
+            save_state_dict({"x": value}, tmp_path)
+
+
 def test_sparse_tensor(tmp_path: Path) -> None:
     sparse = paddle.sparse.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], [2, 2])
     with pytest.raises(UnsupportedValueError, match="table.*sparse"):
