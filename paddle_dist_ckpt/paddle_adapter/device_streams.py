@@ -48,11 +48,11 @@ def recorded(stream: Any, device: str, used: Sequence[Any]) -> Any:
         with at_device(device):  # events belong to the current one
             event = paddle.device.Event()
         event.record(stream)
+        _pending.append((event, used))
     except BaseException:
         paddle.device.synchronize(device)  # for nothing else tells when they are no longer in use
         raise
     forget_reached()
-    _pending.append((event, used))
     return event
 
 

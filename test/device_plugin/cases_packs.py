@@ -17,7 +17,7 @@ import pytest
 
 from paddle_dist_ckpt import LoadOptions, SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
 from paddle_dist_ckpt.core.memory import address_of, bytes_at
-from paddle_dist_ckpt.paddle_adapter import device_copies, device_memory
+from paddle_dist_ckpt.paddle_adapter import device_copies, device_memory, device_streams
 from paddle_dist_ckpt.paddle_adapter.device import at_device, name_of
 from paddle_dist_ckpt.paddle_adapter.tensors import PaddleAdapter
 from test.device_plugin import control
@@ -236,6 +236,32 @@ def copied_when_no_event_is_recorded() -> list[int]:
     finally:
         control.set_speed(0)
     return np.unique(host).tolist()
+
+
+def kept_where_earlier_events_cannot_be_asked() -> tuple[bool, list[int]]:
+    """Copy a tensor, slowly, and be interrupted when earlier copies are asked whether they are done; gives whether what
+    it is copied to is kept when that is raised, and what is on the host at last."""
+    tensor, host, owner = paddle.full([1 << 20], 7, "uint8"), np.zeros(1 << 20, np.uint8), np.zeros(1)
+    (memory,) = device_memory.memories_of([tensor], [0])
+    copies, watched = device_copies.DeviceCopies(), weakref.ref(owner)
+    paddle.device.synchronize()
+
+    def interrupt(_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    control.set_speed(4 << 20)
+    try:
+        copies.read([(memory, 0, address_of(host), 1 << 19)], host)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(paddle.device.Event, "query", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                copies.read([(memory, 1 << 19, address_of(host) + (1 << 19), 1 << 19)], owner)
+        del owner
+        kept = any(used and used[0] is watched() for _, used in device_streams._pending)
+    finally:
+        control.set_speed(0)
+    paddle.device.synchronize()
+    return kept, np.unique(host).tolist()
 
 
 def queued_before_a_failing_wait(path: str) -> list[float]:

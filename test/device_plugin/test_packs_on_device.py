@@ -74,6 +74,10 @@ def test_no_copy_is_under_way_where_no_event_can_be_recorded(devices: DevicePool
     assert devices.run(cases.copied_when_no_event_is_recorded, ranks=1) == [[7]]
 
 
+def test_what_is_copied_to_is_kept_where_an_interrupt_comes_behind_its_event(devices: DevicePool) -> None:
+    assert devices.run(cases.kept_where_earlier_events_cannot_be_asked, ranks=1) == [(True, [7])]
+
+
 def test_a_pack_that_cannot_wait_for_the_computations(devices: DevicePool, tmp_path: Path) -> None:
     assert devices.run(cases.queued_before_a_failing_wait, str(tmp_path), ranks=1) == [[2.0]]
 
