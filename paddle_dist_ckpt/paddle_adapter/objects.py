@@ -182,29 +182,32 @@ def _restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     """Give a scheduler its state back so that it goes on as it would have.
 
     ``CosineAnnealingWarmRestarts`` leaves out of its state where it is between two restarts. It follows from the epoch;
-    also in another scheduler, such as one of a user's that takes several in turn.
+    also in another scheduler, such as one of a user's that takes several in turn. What has it right keeps it: a user's
+    may have stored it, with the parts of epochs that steps can be.
     """
     scheduler.set_state_dict(state)
-    for one in _schedulers(scheduler, set()):
+    for one in _schedulers(scheduler):
         if isinstance(one, paddle.optimizer.lr.CosineAnnealingWarmRestarts) and one.last_epoch >= 0:
             since, length = one.last_epoch, one.T_0
             while since >= length:
                 since, length = since - length, length * one.T_mult
-            one.T_cur, one.T_i = since, length
+            if one.T_i != length or not since <= one.T_cur < since + 1:
+                one.T_cur, one.T_i = since, length
 
 
-def _schedulers(value: Any, seen: set[int]) -> Iterator[Any]:
-    """The schedulers that a scheduler, dict, list or tuple is or has."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    parts = value
-    if isinstance(value, paddle.optimizer.lr.LRScheduler):
-        yield value
-        parts = vars(value)
-    for part in parts.values() if isinstance(parts, dict) else parts:
-        if isinstance(part, (paddle.optimizer.lr.LRScheduler, dict, list, tuple)):
-            yield from _schedulers(part, seen)
+def _schedulers(scheduler: Any) -> Iterator[Any]:
+    """A scheduler, and those that it has, also in dicts, lists and tuples."""
+    seen, left = set[int](), [scheduler]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, paddle.optimizer.lr.LRScheduler):
+            yield value
+            value = vars(value)
+        parts = dict.values(value) if isinstance(value, dict) else value
+        left += [one for one in parts if isinstance(one, (paddle.optimizer.lr.LRScheduler, dict, list, tuple))]
 
 
 def _overrides(value: Any, base: Any) -> bool:

@@ -561,6 +561,45 @@ def test_warm_restarts_within_a_users_scheduler_go_on_where_they_were(tmp_path: 
         other.step()
 
 
+class ByParts(paddle.optimizer.lr.LRScheduler):  # type: ignore[misc]
+    """Warm restarts that are stepped by parts of epochs, and stored with where they are; and what else it has."""
+
+    def __init__(self, others: list[Any]) -> None:
+        self.inner = paddle.optimizer.lr.CosineAnnealingWarmRestarts(0.5, T_0=3, T_mult=2)
+        self.others = others
+        super().__init__(0.5)
+
+    def get_lr(self) -> float:
+        self.inner.step(self.last_epoch * 0.7)
+        return float(self.inner())
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = {**self.inner.state_dict(), "T_cur": self.inner.T_cur, "T_i": self.inner.T_i}
+        return {**super().state_dict(), "inner": inner}
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        super().set_state_dict(state)
+        inner = dict(state["inner"])
+        self.inner.T_cur, self.inner.T_i = inner.pop("T_cur"), inner.pop("T_i")
+        self.inner.set_state_dict(inner)
+
+
+def test_warm_restarts_that_a_user_stores_whole_stay_as_they_were_set(tmp_path: Path) -> None:
+    """Whatever else the scheduler has: here it is in itself, deep in lists."""
+    others: list[Any] = []
+    scheduler, other = ByParts([]), ByParts(others)
+    for _ in range(5000):
+        others.append([])
+        others = others[0]
+    others.append(other)
+    for _ in range(8):
+        scheduler.step()
+    save_state_dict({"lr": scheduler}, tmp_path)
+    load_state_dict({"lr": other}, tmp_path)
+    assert scheduler.inner.T_cur % 1
+    assert (other.inner.T_cur, other.inner.T_i) == (scheduler.inner.T_cur, scheduler.inner.T_i)
+
+
 def test_an_optimizer_without_its_model_says_what_to_do(tmp_path: Path) -> None:
     save_state_dict({"optimizer": optimizer_for(layer_of())}, tmp_path)
     with pytest.raises(StateDictMismatchError, match="save and load the model in the same call"):
