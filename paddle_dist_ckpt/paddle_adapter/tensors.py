@@ -26,6 +26,7 @@ from ..tree.state_dict import Leaves
 from . import objects, optimizers
 from .device import at_device, device_of, has_devices
 from .device_copies import PaddleDevices
+from .device_streams import current_stream
 from .identity import KnownTensor, TensorIdentity, addresses_of, have_rest, looks_of, read
 from .masters import renew_masters, renew_masters_of_program
 from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
@@ -313,7 +314,7 @@ class PaddleAdapter:
             )
         if len(shape) > _MOST_DIMENSIONS:
             raise UnsupportedValueError(f"Paddle has no tensors of more than {_MOST_DIMENSIONS} dimensions")
-        with at_device(self._place) if self._place is not None else nullcontext():
+        with current_stream, at_device(self._place) if self._place is not None else nullcontext():
             return paddle.empty(list(shape), dtype=dtype.name)
 
 

@@ -21,6 +21,7 @@ from ..errors import CheckpointError, CollectiveError
 from .device import at_device, host_tensor, is_gpu_build, name_of
 from .device_copies import DeviceCopies
 from .device_memory import TensorBytes
+from .device_streams import current_stream
 
 __all__ = ["PaddleTransport", "takes_host_memory"]
 
@@ -272,7 +273,7 @@ class _DeviceMemory:
 
     def empty(self, parts: Sequence[Bytes1D]) -> Any:
         """See :class:`_HostMemory`."""
-        with at_device(self._device):
+        with current_stream, at_device(self._device):
             return paddle.empty([sum(part.size for part in parts)], dtype="uint8")
 
     @staticmethod

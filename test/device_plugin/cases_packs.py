@@ -341,6 +341,38 @@ def two_devices_by_two_threads() -> tuple[list[str], bool]:
     return current, right and not device_copies._without_packs
 
 
+def made_beside_copies_of_another_device(path: str) -> list[str]:
+    """Load a merged state_dict when another thread has its device as the current one; gives where the tensors are."""
+    save_state_dict({"x": paddle.ones([3])}, path, options=SAVING)
+    begun, split = threading.Event(), paddle._legacy_C_ops.split
+
+    def slow_split(*given: Any) -> None:
+        if not begun.is_set():
+            begun.set()
+            time.sleep(1)
+        split(*given)
+
+    with at_device(f"{NAME}:1"):
+        targets = [paddle.zeros([5], "float32") for _ in range(20)]
+        paddle.device.synchronize(f"{NAME}:1")
+    values = np.arange(100, dtype="float32")
+
+    def fill() -> None:
+        copies = device_copies.DeviceCopies()
+        memories = device_memory.memories_of(targets, [0] * 20)
+        copies.write([(memory, 0, address_of(values) + 20 * i, 20) for i, memory in enumerate(memories)], values)
+        copies.mark().wait()
+
+    with at_device(f"{NAME}:0"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paddle._legacy_C_ops, "split", slow_split)
+        thread = threading.Thread(target=fill)
+        thread.start()
+        begun.wait(10)
+        made = load_merged_state_dict(path, options=LOADING)
+        thread.join()
+    return [str(made["x"].place), str(made["x"].tolist())]
+
+
 def with_kernels_of_the_host(path: str) -> list[str]:
     """Load types of which the device is wrongly said to have kernels, so that Paddle splits on the host; gives where
     the tensors are then."""

@@ -87,6 +87,11 @@ def test_copies_of_two_devices_by_two_threads(devices: DevicePool) -> None:
     assert found == ([f"{build.NAME}:0"], True)
 
 
+def test_tensors_are_made_on_ones_own_device_beside_copies_of_another(devices: DevicePool, tmp_path: Path) -> None:
+    (found,) = devices.run(cases.made_beside_copies_of_another_device, str(tmp_path), ranks=1)
+    assert found == [f"Place({build.NAME}:0)", "[1.0, 1.0, 1.0]"]
+
+
 def test_a_tensor_never_moves_to_the_host(devices: DevicePool, tmp_path: Path) -> None:
     (places,) = devices.run(cases.with_kernels_of_the_host, str(tmp_path), ranks=1)
     assert len(places) == 4
