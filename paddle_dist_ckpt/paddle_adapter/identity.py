@@ -15,6 +15,7 @@ import paddle
 from ..core.tensors import Geometry
 from .device import devices_of
 from .placement import local_shape, placement_copies, placement_texts
+from .refusals import is_offloaded
 
 __all__ = ["KnownTensor", "TensorIdentity", "addresses_of", "have_rest", "looks_of", "read"]
 
@@ -159,7 +160,9 @@ def _have_rest(values: Sequence[Any], expected: Mapping[str, list[Any]]) -> bool
     return (
         all(map(paddle.Tensor.is_dense, plain))
         and not any(
-            getattr(one, "is_distributed", False) or getattr(one, "master_weight", None) is not None for one in plain
+            getattr(one, "is_distributed", False)
+            or (getattr(one, "master_weight", None) is not None and is_offloaded(one))
+            for one in plain
         )
         and list(map(paddle.Tensor.is_contiguous, values)) == contiguous
         and read("strides", _without(values, contiguous)) == _without(expected["strides"], contiguous)

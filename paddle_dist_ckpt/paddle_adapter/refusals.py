@@ -9,7 +9,7 @@ from ..errors import UnsupportedValueError
 from ..tree.paths import plain_key
 from .static_program import OFFLOADED, SLICE
 
-__all__ = ["check_name", "check_offloaded", "check_plain", "check_slice", "no_memory"]
+__all__ = ["check_name", "check_offloaded", "check_plain", "check_slice", "is_offloaded", "no_memory"]
 
 _OF_OFFLOADED = re.compile(rf"{OFFLOADED}(_[a-z]|$)")  # not of a layer: those of an OffloadBuffer go on with its number
 
@@ -68,9 +68,16 @@ def check_plain(value: Any, path: str) -> None:
     check_offloaded(value, path)
 
 
+def is_offloaded(value: Any) -> bool:
+    """Whether group sharding's stage 3, which marks what it cuts and what it leaves, has a weight beside a parameter;
+    one of the same name may be a user's own."""
+    marked = hasattr(value, "fw_storage") or hasattr(value, "unslice")
+    return marked and getattr(value, "master_weight", None) is not None
+
+
 def check_offloaded(value: Any, path: str) -> None:
     """Refuse parameters that steps set to what is kept beside them, and is in no state."""
-    if getattr(value, "master_weight", None) is not None:
+    if is_offloaded(value):
         raise UnsupportedValueError(
             f"{plain_key(path)}: group sharding's stage 3 with offload=True steps weights that it keeps beside the "
             "parameters, and no state has these: the next step would undo a load. Train without offload=True; to save "

@@ -67,7 +67,7 @@ CHANGES: dict[str, Callable[[list[Any]], Any]] = {
     "tensor set to another shape": lambda t: t[0].get_tensor().set(np.ones((2, 6), "float32"), paddle.CPUPlace()),
     "tensor set to another dtype": lambda t: t[0].get_tensor().set(np.ones((3, 4), "int32"), paddle.CPUPlace()),
     "name": lambda t: setattr(t[0], "name", "new"),
-    "a weight kept beside it": lambda t: setattr(t[0], "master_weight", paddle.ones([3, 4])),
+    "a weight kept beside it": lambda t: vars(t[0]).update(master_weight=paddle.ones([3, 4]), fw_storage=None),
     "no memory any more": lambda t: t[0]._clear_data(),
 }
 

@@ -343,6 +343,17 @@ def test_layer_that_is_called_as_the_buffer_of_group_sharding(tmp_path: Path) ->
             save_state_dict({"x": value}, tmp_path)
 
 
+def test_parameter_with_a_users_own_master_weight(tmp_path: Path) -> None:
+    layer = paddle.nn.Linear(2, 2)
+    for parameter in layer.parameters():
+        parameter.master_weight = parameter.astype("float64")
+    save_state_dict({"layer": layer}, tmp_path)
+    for parameter in layer.parameters():
+        parameter.unslice = True  # as group sharding marks it
+    with pytest.raises(UnsupportedValueError, match="layer.weight: group sharding's stage 3 with offload=True"):
+        save_state_dict({"layer": layer}, tmp_path)
+
+
 def test_sparse_tensor(tmp_path: Path) -> None:
     sparse = paddle.sparse.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], [2, 2])
     with pytest.raises(UnsupportedValueError, match="table.*sparse"):
