@@ -327,6 +327,8 @@ def _decode_array(content: Any) -> Any:
     for piece in _decoded_pieces(text):
         array.reshape(-1).view(np.uint8)[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
         at += len(piece)
+    if at != size:
+        raise ValueError("base64 that ends too early")
     if dtype.kind == "U" and array.reshape(-1).view(f"{dtype.str[0]}u4").max(initial=0) > sys.maxunicode:
         raise ValueError("no text")
     return array

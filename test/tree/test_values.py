@@ -392,6 +392,7 @@ HOSTILE = [
     array_tag("<f4", [3]),
     array_tag("<f4", [3], bytes(8)),
     array_tag("<f4", [0], bytes(4)),
+    {"array": ["|S4", [], "AAAA===="]},
     array_tag("|S0", [1 << 20]),
     array_tag("<f4", [-1], bytes(4)),
     array_tag("<f4", [-1, -1], bytes(4)),
