@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from operator import add
 from typing import NamedTuple
 
@@ -144,10 +142,10 @@ class PieceSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportPiece:
-    """A box of a tensor that stands at one stretch of bytes of a file.
+    """A box of a tensor that stands at one stretch of bytes of a window.
 
     Attributes:
-        start: Where, counted from the file's first byte.
+        start: Where, counted from the window's first byte.
         tensor: The tensor.
         box: Which part of it.
     """
@@ -188,8 +186,8 @@ class ExportWindow:
     Attributes:
         start: The number of its first byte in the file.
         nbytes: How many there are.
-        known: Bytes that are known, with where they start in the file.
-        pieces: Parts of tensors. Both are in order.
+        known: Bytes that are known, with where they start in the window.
+        pieces: Parts of tensors.
     """
 
     start: int
@@ -200,23 +198,13 @@ class ExportWindow:
     def add(self, part: bytes | ExportTensor, span: range) -> None:
         """Add some more bytes behind those that it has: a span of the bytes of a part."""
         if isinstance(part, ExportTensor):
-            item, start = part.dtype.itemsize, self.start + self.nbytes
+            item, start = part.dtype.itemsize, self.nbytes
             for box in cut_flat_range(part.shape, span.start // item, span.stop // item):
                 self.pieces.append(ExportPiece(start, part, box))
                 start = self.pieces[-1].stop
         else:
-            self.known.append((self.start + self.nbytes, part[span.start : span.stop]))
+            self.known.append((self.nbytes, part[span.start : span.stop]))
         self.nbytes += len(span)
-
-    def apart(self, some: Sequence[ExportPiece]) -> list[ExportWindow]:
-        """The same bytes as several windows, in order, among them one for each of these pieces."""
-        edges = {self.start, self.start + self.nbytes, *(edge for piece in some for edge in (piece.start, piece.stop))}
-        starts = [piece.start for piece in self.pieces], [start for start, _ in self.known]
-        found = []
-        for start, stop in pairwise(sorted(edges)):
-            pieces, known = (slice(*(bisect_left(column, edge) for edge in (start, stop))) for column in starts)
-            found.append(ExportWindow(start, stop - start, self.known[known], self.pieces[pieces]))
-        return found
 
 
 def cut_in_windows(file: ExportFile, most: int = WINDOW_BYTES, most_turned: int = _TURNED_BYTES) -> list[ExportWindow]:

@@ -21,7 +21,7 @@ from ..files.block_hashes import BlockHashes
 from ..files.contents import Window
 from ..files.metadata import FileInfo, Metadata
 from ..files.reader import view_at
-from ..files.writer import FileSave
+from ..files.writer import FileSave, write_window
 from ..folder.boxes import BoxReader
 from ..storage.base import Storage, WritableFile
 from ..storage.capabilities import extended
@@ -29,9 +29,6 @@ from .plan import CONVERTED_BYTES, WINDOW_BYTES, ExportFile, ExportPiece, Export
 
 __all__ = ["write_files"]
 
-_LARGE = (
-    64 << 10
-)  # holes from here on are not written, whatever is beside them: to look costs about as much as to write
 _ZEROS = memoryview(bytes(WINDOW_BYTES))  # of which nobody has memory until it is read, and then of one page
 
 
@@ -138,33 +135,28 @@ class _Content:
 
         def write(window: ExportWindow) -> None:
             with self._filled(window, None) as (start, data):
-                if len(data):
-                    out.write(data, start)
+                write_window(out, data, start, self.keeps_holes)
             self._progress(len(data))
 
-        for window in self._windows():
+        for window in self._cut:
             yield functools.partial(write, window)
 
-    def _windows(self) -> Iterator[ExportWindow]:
-        """The windows. Where holes need not be written, large ones are apart from what else would be in theirs."""
-        for window in self._cut:
-            large = [piece for piece in window.pieces if self.keeps_holes and piece.stop - piece.start >= _LARGE]
-            holes = [piece for piece in large if piece.stop - piece.start < window.nbytes and self._is_hole(piece)]
-            yield from window.apart(holes) if holes else [window]
-
-    def _is_hole(self, piece: ExportPiece) -> bool:
-        """Whether all of a piece is zeros that are nowhere on the disk; they are zeros in any type."""
-        return piece.tensor.data is None and all(self._reader.is_hole(read.number) for read in self._reads[id(piece)])
+    def _is_hole(self, window: ExportWindow) -> bool:
+        """Whether all of a window is zeros that are nowhere on the disk; they are zeros in any type."""
+        return not window.known and all(
+            piece.tensor.data is None and all(self._reader.is_hole(read.number) for read in self._reads[id(piece)])
+            for piece in window.pieces
+        )
 
     def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
         """As :class:`FileSave` wants it: all windows, hashed."""
-        for window in self._windows():
+        for window in self._cut:
             yield self._filled(window, hashes)
 
     @contextmanager
     def _filled(self, window: ExportWindow, hashes: BlockHashes | None) -> Iterator[tuple[int, Bytes1D]]:
         """The bytes of a window, hashed if that is wanted; none for a hole that need not be written."""
-        if self.keeps_holes and not window.known and all(map(self._is_hole, window.pieces)):
+        if self.keeps_holes and self._is_hole(window):
             if hashes is not None:
                 for piece in window.pieces:
                     entry, start, nbytes = self._entries[id(piece.tensor)], _start_of(piece), piece.stop - piece.start
@@ -175,21 +167,21 @@ class _Content:
             return
         with self._buffers.borrow(window.nbytes) as buffer:
             for start, data in window.known:
-                at = start - window.start
-                buffer[at : at + len(data)] = np.frombuffer(data, np.uint8)
+                buffer[start : start + len(data)] = np.frombuffer(data, np.uint8)
             for reads in _read_together([read for piece in window.pieces for read in self._reads[id(piece)]]):
-                targets = [_target(read, buffer, window) for read in reads]
+                targets = [_target(read, buffer) for read in reads]
                 self._reader.read([read.number for read in reads], targets)
                 for read, items in zip(reads, targets, strict=True):
                     if read.is_converted:
-                        _convert(read, items, buffer, window)
+                        _convert(read, items, buffer)
                 del targets
             for piece in window.pieces:
-                part = _bytes_of(piece, buffer, window)
                 if piece.tensor.data is not None:
-                    part[:] = np.frombuffer(piece.tensor.data, np.uint8)[piece.box.slices]
+                    given = np.frombuffer(piece.tensor.data, np.uint8)[piece.box.slices]
+                    buffer[piece.start : piece.stop] = given
                 if hashes is not None:
-                    hashes.add(self._entries[id(piece.tensor)], _start_of(piece), part.data)
+                    part = buffer[piece.start : piece.stop].data
+                    hashes.add(self._entries[id(piece.tensor)], _start_of(piece), part)
             yield window.start, buffer
 
 
@@ -216,22 +208,17 @@ def _start_of(piece: ExportPiece) -> int:
     return elements[0] * piece.tensor.dtype.itemsize
 
 
-def _bytes_of(piece: ExportPiece, buffer: Bytes1D, window: ExportWindow) -> Bytes1D:
-    """Where a piece goes in the buffer of a window."""
-    return buffer[piece.start - window.start : piece.stop - window.start]
-
-
-def _target(read: _Read, buffer: Bytes1D, window: ExportWindow) -> np.ndarray:
+def _target(read: _Read, buffer: Bytes1D) -> np.ndarray:
     """What to read into: its place in the window, or, if it is to be converted, memory of its own."""
     if read.is_converted:
         return np.empty(read.source.box.shape, read.source.dtype.raw)
-    return _place(read, buffer, window)
+    return _place(read, buffer)
 
 
-def _place(read: _Read, buffer: Bytes1D, window: ExportWindow) -> np.ndarray:
+def _place(read: _Read, buffer: Bytes1D) -> np.ndarray:
     """Where something goes in a window, with the axes of the stored tensor."""
     piece, part = read.piece, read.source.part
-    place = _bytes_of(piece, buffer, window).view(piece.tensor.dtype.raw).reshape(piece.box.shape)
+    place = buffer[piece.start : piece.stop].view(piece.tensor.dtype.raw).reshape(piece.box.shape)
     return place if part is None else _with_stored_axes(view_at(place, part.place.slices), part)
 
 
@@ -243,7 +230,7 @@ def _with_stored_axes(place: np.ndarray, part: Part) -> np.ndarray:
     return np.expand_dims(turned, tuple(d for d in range(len(part.box.shape)) if d not in kept))
 
 
-def _convert(read: _Read, items: np.ndarray, buffer: Bytes1D, window: ExportWindow) -> None:
+def _convert(read: _Read, items: np.ndarray, buffer: Bytes1D) -> None:
     tensor, stored = read.piece.tensor, read.source.dtype
-    if not cast_array(items, stored, _place(read, buffer, window), tensor.dtype):
+    if not cast_array(items, stored, _place(read, buffer), tensor.dtype):
         raise UnsupportedValueError(f"{tensor.key}: a finite {stored.name} value is too large for {tensor.dtype.name}")

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from ..core.buffers import Buffers
 from ..core.cached import cached_property
+from ..core.columns import run_edges
 from ..core.memory import Bytes1D
 from ..core.threads import run_all
 from ..storage.base import Storage, WritableFile
@@ -24,7 +26,9 @@ from .contents import WINDOW_BYTES, Contents, SnapshotContents, TensorContents, 
 from .datafile import DataFileInfo, FileLayout, FileTable, header_digest
 from .metadata import FileInfo
 
-__all__ = ["FileSave", "bytes_ahead"]
+__all__ = ["FileSave", "bytes_ahead", "write_window"]
+
+_HOLE = 16 << 10  # bytes of a file, from a multiple of it on, that are left out together if they are zeros
 
 Check = Callable[[], None]
 Progress = Callable[[int], None]
@@ -50,6 +54,7 @@ class FileSave:
         self._hashes = BlockHashes(table)
         self._left: tuple[range, Contents] = (range(table.nbytes), contents)
         self._file: WritableFile | None = None
+        self._keeps_holes = False
 
     @cached_property
     def _layout(self) -> FileLayout:
@@ -63,7 +68,8 @@ class FileSave:
     def extend(self) -> bool:
         """Make the file as long as it will be, if that can be, so that zeros need not be written: its contents may then
         hash them, and give no bytes."""
-        return extended(self._opened(), self._layout.size)
+        self._keeps_holes = extended(self._opened(), self._layout.size)
+        return self._keeps_holes
 
     def write_ahead(self, nbytes: int, threads: int, check: Check) -> None:
         """Write the first ``nbytes`` of the data now; they are a multiple of ``WINDOW_BYTES``, or all."""
@@ -106,16 +112,15 @@ class FileSave:
         check()  # of a save that has failed meanwhile, as while this was frozen, no file is made
         file, data_start = self._opened(), self._layout.data_start
 
-        def write_window(window: Window) -> None:
+        def write(window: Window) -> None:
             with window as (start, data):
-                if len(data):
-                    file.write(data, data_start + start)
+                write_window(file, data, data_start + start, self._keeps_holes)
             progress(len(data))
 
         def tasks() -> Iterator[Callable[[], None]]:
             with closing(contents.windows(span, self._hashes)) as windows:
                 for window in windows:
-                    yield functools.partial(write_window, window)
+                    yield functools.partial(write, window)
 
         run_all(tasks(), threads, check)
         return file
@@ -130,6 +135,19 @@ class FileSave:
         file, self._file = self._file, None  # which counts as closed even if that fails
         if file is not None:
             file.close()
+
+
+def write_window(file: WritableFile, data: Bytes1D, start: int, keeps_holes: bool) -> None:
+    """Write consecutive bytes of a file. If it has zeros wherever nothing is written, long ones are left out."""
+    stretches = [slice(0, len(data))] if len(data) else []
+    if keeps_holes and stretches:
+        edges = np.append(0, np.arange(_HOLE - start % _HOLE, len(data), _HOLE))
+        filled = np.maximum.reduceat(data, edges) != 0
+        runs = run_edges(filled)
+        bounds = np.append(edges, len(data))[runs].tolist()
+        stretches = [slice(*pair) for pair, wanted in zip(pairwise(bounds), filled[runs[:-1]], strict=True) if wanted]
+    for stretch in stretches:
+        file.write(data[stretch], start + stretch.start)
 
 
 def bytes_ahead(nbytes: int, surplus: int) -> int:

@@ -57,11 +57,9 @@ def test_windows_make_up_the_file(file: ExportFile, most: int) -> None:
         assert 0 < window.nbytes <= most
         data = bytearray(window.nbytes)
         for start, known in window.known:
-            data[start - window.start : start - window.start + len(known)] = known
+            data[start : start + len(known)] = known
         for piece in window.pieces:
-            data[piece.start - window.start : piece.stop - window.start] = arrays[piece.tensor.key][
-                piece.box.slices
-            ].tobytes()
+            data[piece.start : piece.stop] = arrays[piece.tensor.key][piece.box.slices].tobytes()
         found += bytes(data)
     assert found == expected
     assert file.nbytes == len(expected)

@@ -279,6 +279,28 @@ def test_an_export_writes_no_large_holes_beside_what_is_none(tmp_path: Path, for
     assert not any(found[f"{i:02}b"].any() for i in range(40))
 
 
+@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("format", ["safetensors", "paddle", "pdparams", "native"])
+def test_an_export_writes_no_large_holes_within_a_tensor(tmp_path: Path, format: str, dtype: str | None) -> None:
+    data = np.zeros(8 << 20, np.float32)
+    data[12345 :: 1 << 20] = np.arange(1, 9)
+    write_checkpoint(tmp_path / "a", {"/w": Entry([len(data)], [[]], data=data.tobytes())}, block_bytes=4096)
+    (file,) = (tmp_path / "a").glob("*.safetensors")
+    content = np.fromfile(file, np.uint8)
+    file.unlink()
+    with file.open("wb") as stream:
+        for page in np.flatnonzero(np.maximum.reduceat(content, range(0, len(content), 4096))).tolist():
+            stream.seek(page * 4096)
+            stream.write(content[page * 4096 : page * 4096 + 4096])
+        stream.truncate(len(content))
+    out = tmp_path / "out" / ("x.pdparams" if format == "pdparams" else "x")
+    out.parent.mkdir()
+    export(tmp_path / "a", out, format, dtype=dtype)
+    assert bytes_on_disk(out.parent if out.is_file() else out) < bytes_on_disk(tmp_path / "a") + (1 << 20)
+    assert format != "native" or verify(out).ok
+    assert same_bits(load_whole(out)["w"], data.astype(dtype or "float32"))
+
+
 def test_holes_of_a_transpose_are_hashed_in_full(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "a", {"/a": Entry([20 << 20, 1], [[], []])}, block_bytes=1 << 20)
     export(tmp_path / "a", tmp_path / "out", "native", options=LoadOptions(recipes={"a": stored("a").T}))
