@@ -67,7 +67,6 @@ CHANGES: dict[str, Callable[[list[Any]], Any]] = {
     "tensor set to another shape": lambda t: t[0].get_tensor().set(np.ones((2, 6), "float32"), paddle.CPUPlace()),
     "tensor set to another dtype": lambda t: t[0].get_tensor().set(np.ones((3, 4), "int32"), paddle.CPUPlace()),
     "name": lambda t: setattr(t[0], "name", "new"),
-    "a weight kept beside it": lambda t: vars(t[0]).update(master_weight=paddle.ones([3, 4]), fw_storage=None),
     "no memory any more": lambda t: t[0]._clear_data(),
 }
 
@@ -78,6 +77,14 @@ def test_whatever_changes_a_tensor_is_noticed(change: str) -> None:
     identity = identity_of(values)
     CHANGES[change](values)
     assert not identity.matches(values)
+
+
+def test_a_weight_that_is_kept_beside_a_parameter_is_noticed() -> None:
+    parameter = paddle.create_parameter([3, 4], "float32")
+    identity = identity_of([parameter])
+    assert identity.matches([parameter])
+    parameter.unslice, parameter.master_weight = True, paddle.ones([3, 4])  # as group sharding does
+    assert not identity.matches([parameter])
 
 
 def test_it_keeps_no_tensor_alive() -> None:
