@@ -248,7 +248,7 @@ def test_what_all_ranks_are_told_alike_is_one_object() -> None:
 
 
 def test_what_ranks_are_told_of_small_shards_is_made_once_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for each pair: of rows that are loaded by columns a thousand ranks would wait for it for ten minutes."""
+    """Not for each pair of them: what that takes grows with the square of their number."""
     real, packed = exchange_planner.pack_column, list[int]()
     monkeypatch.setattr(exchange_planner, "pack_column", lambda values: packed.append(len(values)) or real(values))
     ranks = 48
