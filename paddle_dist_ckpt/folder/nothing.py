@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from ..core.text import counted, encodable
@@ -128,7 +128,7 @@ def _what_is_there(storage: Storage, names: Sequence[str]) -> Iterator[str]:
     kinds = [(name, kind) for name in names if (kind := _kind_of(storage, name, len(names) == 1)) is not None]
     if kinds:
         yield f"its file {encodable(kinds[0][0])} is {kinds[0][1]}"
-    elif len(names) == 1 and _is_file(storage, names[0]):
+    elif len(names) == 1 and _can(storage.size, names[0]):
         yield (
             f"its file {encodable(names[0])} is of no format that is known; single files are told by names, which "
             "end with .safetensors, .pdparams or .pdopt"
@@ -143,22 +143,15 @@ def _with_checkpoints(storage: Storage, names: Sequence[str]) -> list[str]:
     by_step = sorted(names, key=lambda name: (int(match[0]) if (match := _STEP.search(name)) else -1, name))
     for name in by_step[-_MOST_LOOKS:]:
         for folder in (name, f"{name}/model_state"):
-            if any(_is_there(storage, f"{folder}/{file}") for file in _OF_TRAINERS):
+            if any(_can(storage.modified, f"{folder}/{file}") for file in _OF_TRAINERS):
                 found.append(folder)
     return found
 
 
-def _is_there(storage: Storage, name: str) -> bool:
+def _can(look: Callable[[str], object], name: str) -> bool:
+    """Whether a storage's look at something succeeds: at its time if it is there, at its size if it is a file."""
     try:
-        storage.modified(name)
-    except OSError:
-        return False
-    return True
-
-
-def _is_file(storage: Storage, name: str) -> bool:
-    try:
-        storage.size(name)
+        look(name)
     except OSError:
         return False
     return True
@@ -211,7 +204,7 @@ def _refused(storage: Storage, name: str, unique_id: int | None) -> str | None:
     except IsADirectoryError as error:
         return f"{name} is not read, for {error.strerror}"
     except FileNotFoundError:
-        if _is_there(storage, name):
+        if _can(storage.modified, name):
             return f"{name} is a link to something that is not there"
         return f"{name} is listed, but is not there: it was removed just now, or the listing is out of date"
     except OSError as error:

@@ -53,6 +53,13 @@ def test_a_rank_that_is_ahead_fails_the_calls_concerned_at_once_and_is_in_step_t
     assert "2 calls behind the other ranks; the next calls are matched by number again, so bring" in str(errors[1])
 
 
+def check_all_are_in_the_next(table: CoordinatorTable, sent: list[tuple[int, wire.Message]]) -> None:
+    """Both ranks are in session 1, and nobody was told of a failure."""
+    assert not any(isinstance(message, wire.Verdict) for _, message in sent)
+    assert table.sessions[1].kinds.keys() == {0, 1}
+    assert not table.sessions[1].failing
+
+
 def test_a_session_without_rounds_leaves_no_rank_behind() -> None:
     """However late the news of it comes to a coordinator that is in the next one already."""
     sent: list[tuple[int, wire.Message]] = []
@@ -67,9 +74,7 @@ def test_a_session_without_rounds_leaves_no_rank_behind() -> None:
     ]:
         table.handle(rank, message, b"", 0.0)
         table.tick(0.0)
-    assert not any(isinstance(message, wire.Verdict) for _, message in sent)
-    assert table.sessions[1].kinds.keys() == {0, 1}
-    assert not table.sessions[1].failing
+    check_all_are_in_the_next(table, sent)
 
 
 def test_a_late_call_that_its_rank_has_left_does_not_make_the_next_one_fail() -> None:
@@ -92,9 +97,7 @@ def test_a_late_call_that_its_rank_has_left_does_not_make_the_next_one_fail() ->
     ]:
         table.handle(rank, message, b"", 2.0)
     table.tick(2.0)
-    assert not any(isinstance(message, wire.Verdict) for _, message in sent)
-    assert table.sessions[1].kinds.keys() == {0, 1}
-    assert not table.sessions[1].failing
+    check_all_are_in_the_next(table, sent)
 
 
 def test_a_late_call_whose_connection_is_lost_does_not_make_the_next_one_fail() -> None:
@@ -115,9 +118,7 @@ def test_a_late_call_whose_connection_is_lost_does_not_make_the_next_one_fail() 
     ]:
         table.handle(rank, message, b"", 2.0)
         table.tick(2.0)
-    assert not any(isinstance(message, wire.Verdict) for _, message in sent)
-    assert table.sessions[1].kinds.keys() == {0, 1}
-    assert not table.sessions[1].failing
+    check_all_are_in_the_next(table, sent)
 
 
 def failed_before_rank_2_came(
