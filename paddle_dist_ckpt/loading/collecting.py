@@ -290,5 +290,5 @@ def _present(value: Any, in_object: bool) -> str:
     if isinstance(value, dict):
         return "dict" if value else "nothing" if in_object else "empty"
     if isinstance(value, (list, tuple)):
-        return "list"
+        return "list" if value or in_object else "bare"
     return "own" if isinstance(value, PerRank) else "other"

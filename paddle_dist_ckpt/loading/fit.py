@@ -127,7 +127,7 @@ class Fit:
         for stored, is_dict in self.targets.are_dicts():
             for path in self.answer.renamed.get(stored, [stored]):
                 kind = self.wanted.values.get(path)
-                if kind in (*DICTS, "list", "object", "other", "optional") and is_dict != (kind in (*DICTS, "object")):
+                if kind not in (None, "none", "own") and is_dict != (kind in (*DICTS, "object")):
                     self.refused.add(path)
                     self._incomplete |= {path} if kind == "object" else set()
                     found = value_text(is_dict)
@@ -217,6 +217,7 @@ _PRESENT = {
     "nothing": "a dict",
     "dict": "a dict",
     "list": "a value",
+    "bare": "a value",
     "own": "a PerRank",
     "object": "an object",
     "other": "a value",

@@ -325,7 +325,7 @@ def _values(fit: Fit, room: Room) -> dict[str, Any]:
     values |= fit.wanted.left_own
     paths = sorted(values)
     for path, present in fit.wanted.values.items():
-        if present in ("none", "empty", "list", "other") and path not in values:
+        if present in ("none", "empty", "list", "bare", "other") and path not in values:
             inside = paths[below(path, paths)]
             if inside:
                 values[path] = build_tree((p[len(path) :], values.pop(p)) for p in inside)

@@ -110,8 +110,10 @@ class ValueAnswers:
             found.unfit[path] = value_text(is_dict(stored))
         elif self._stored.is_value(source) or is_array:
             self._take(source, path, found)
-        elif present == "none" or (present == "list" and self._stored.is_list(source)) or is_apart:
+        elif present == "none" or (present in ("list", "bare") and self._stored.is_list(source)) or is_apart:
             self._answer_subtree(path, source, found)
+        elif present == "bare" and self._hints.is_asked_below(plain_key(source)):
+            pass  # as on a rank without a part of what is there, whose empty list a save leaves out
         elif present == "empty" and source not in self._stored.index:
             self._answer_empty(path, source, found)
         elif present == "nothing" and source not in self._stored.index:

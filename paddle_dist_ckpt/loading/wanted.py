@@ -22,8 +22,9 @@ class WantedState:
     Attributes:
         tensors: The tensors that are to be filled.
         values: The paths of values, with what is there now: ``"none"``, ``"empty"`` (a dict without entries),
-            ``"nothing"`` (one that is of an object), ``"dict"`` (another), ``"list"`` (or a tuple), ``"own"`` (a
-            PerRank), ``"object"`` (one of any values), ``"optional"`` (of a program) or ``"other"``.
+            ``"nothing"`` (one that is of an object), ``"dict"`` (another), ``"list"`` (or a tuple), ``"bare"``
+            (one of these without items), ``"own"`` (a PerRank), ``"object"`` (one of any values), ``"optional"`` (of a
+            program) or ``"other"``.
         problems: What cannot be loaded.
         moved: The stored flat key of each path that the key_map says is stored under another.
         skipped: The paths that the key_map says are left as they are.

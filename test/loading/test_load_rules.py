@@ -580,6 +580,18 @@ def test_an_empty_dict_takes_the_values_that_are_stored_there(tmp_path: Path, st
     load_on([{"other": {}, "n": 0}], tmp_path)
 
 
+@pytest.mark.parametrize("bare", [[], ()], ids=repr)
+@pytest.mark.parametrize("filled", [[np.ones(3), 1], (np.ones(3),), [{}, np.ones(3)], {"w": np.ones(3)}], ids=repr)
+def test_an_empty_list_is_left_where_other_ranks_have_items(tmp_path: Path, bare: Any, filled: Any) -> None:
+    """A save leaves it out; the same ranks were refused what they had saved."""
+    save_on([{"layers": filled, "n": 1}, {"layers": bare, "n": 1}], tmp_path)
+    states: list[dict[str, Any]] = [{"layers": filled, "n": 0}, {"layers": bare, "n": 0}]
+    load_on(states, tmp_path)
+    assert states[1] == {"layers": bare, "n": 1}
+    (error,) = errors_of(try_load([states[1]], tmp_path), StateDictMismatchError)  # nobody asks for them
+    assert "layers: the state_dict has a value" in str(error)
+
+
 def test_values_of_another_kind_are_left_as_they_are(tmp_path: Path) -> None:
     save_alone({"a": LONG, "b": {1.5: LONG}, "c": LONG}, tmp_path)
     states = [{"a": {}, "b": 5, "c": None}]
