@@ -25,6 +25,7 @@ __all__ = [
     "contiguous_strides",
     "read_scattered",
     "write_all",
+    "write_scattered",
 ]
 
 _SPAN_BYTES = 4 << 20  # of a part that a device cannot make contiguous, this much around it is copied at once
@@ -308,9 +309,15 @@ def write_all(pairs: Iterable[tuple[DeviceArray, int]], host: Any, copies: Copie
         else:
             together += requests
     copies.write(together, host)
-    for array, address in scattered:
-        items = array._items_at(address)
-        for index, request, view in array._surroundings(copies):
+    write_scattered(scattered, copies)
+
+
+def write_scattered(parts: Iterable[Scattered], copies: Copies) -> None:
+    """Fill parts by way of copies that have what lies between their elements, which must not be written meanwhile;
+    returns when they are filled."""
+    for part, address in parts:
+        items = part._items_at(address)
+        for index, request, view in part._surroundings(copies):
             view[...] = items[index]
             copies.write([request], view)
             copies.mark().wait()

@@ -5,7 +5,7 @@ They go on a stream of their own, which first waits for what the stream of compu
 To ask Paddle for a copy takes as long as to copy a megabyte. So small tensors of one type are packed on the device
 (concat), and the pack is copied; or it is copied there, and split into the tensors' own memory. Items with strides are
 copied by way of contiguous memory of the device likewise. All this takes little memory there at a time, and kernels;
-where a device has none, copies are made one by one.
+where a device has none, copies are made one by one, and of strided items with what lies between them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 import paddle
 
 from ..core.columns import IntArray
+from ..core.device_memory import Scattered, read_scattered, write_scattered
 from ..core.memory import Bytes1D, address_of, bytes_at, copy_various, fresh_pages
 from ..core.packs import PACK_BYTES, SMALL_BYTES, packs_of, stand_together
 from . import device as device_module
@@ -42,6 +43,8 @@ _REFUSALS = (RuntimeError, NotImplementedError, ValueError, TypeError, OSError, 
 _Request = tuple[Any, int, int, int]
 _Queued = tuple[int, Sequence[Callable[[], None]]]
 """Bytes of the device's memory that are in use until copies are done, and what to do then."""
+_CopyScattered = Callable[[Sequence[Scattered], Any], None]
+"""As :func:`..core.device_memory.read_scattered`: it needs no other memory of the device."""
 _Work = Callable[[list[Any]], _Queued]
 """Queues copies. It may fail after some, so before each it appends to the list what is in use until that is done."""
 
@@ -73,11 +76,11 @@ class DeviceCopies:
 
     def read(self, requests: Sequence[_Request], host: Any) -> None:
         """See :class:`..core.device_memory.Copies`."""
-        self._queue(requests, host, self._read_pack, _read_one)
+        self._queue(requests, host, self._read_pack, _read_one, read_scattered)
 
     def write(self, requests: Sequence[_Request], host: Any) -> None:
         """See :class:`..core.device_memory.Copies`."""
-        self._queue(requests, host, self._write_pack, _write_one)
+        self._queue(requests, host, self._write_pack, _write_one, write_scattered)
 
     def mark(self) -> _Marks:
         """See :class:`..core.device_memory.Copies`."""
@@ -102,6 +105,7 @@ class DeviceCopies:
         host: Any,
         copy_pack: Callable[[_PackedCopies], _Work],
         copy_one: Callable[[_Request, list[Any]], _Queued],
+        copy_scattered: _CopyScattered,
     ) -> None:
         """Queue copies, the small ones together."""
         by_kind: dict[MemoryKind, list[_Request]] = {}
@@ -119,11 +123,16 @@ class DeviceCopies:
                     except _REFUSALS as error:
                         _without_packs.add(device)
                         _logger.warning("%s: small tensors are copied one by one from now on: %s", device, error)
-                self._run_each(device, pack, copy_one, host)
-            self._run_each(device, alone, copy_one, host)
+                self._run_each(device, pack, copy_one, copy_scattered, host)
+            self._run_each(device, alone, copy_one, copy_scattered, host)
 
     def _run_each(
-        self, device: str, requests: Sequence[_Request], copy: Callable[[_Request, list[Any]], _Queued], host: Any
+        self,
+        device: str,
+        requests: Sequence[_Request],
+        copy: Callable[[_Request, list[Any]], _Queued],
+        copy_scattered: _CopyScattered,
+        host: Any,
     ) -> None:
         for first in range(0, len(requests), _TOGETHER):
             some = requests[first : first + _TOGETHER]
@@ -131,7 +140,10 @@ class DeviceCopies:
             others = [functools.partial(copy, request) for request in some if not isinstance(request[0], StridedBytes)]
             self._run(device, others, host)
             for request in strided:
-                self._run(device, [functools.partial(copy, request)], host)
+                try:
+                    self._run(device, [functools.partial(copy, request)], host)
+                except _REFUSALS:  # as where the device has no room for them as contiguous items
+                    copy_scattered([(request[0].scattered(), request[2])], self)
 
     def _run(self, device: str, works: Sequence[_Work], host: Any) -> None:
         """Queue works, and remember what is in use until they are done."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ..core.device_memory import ArrayForm, DeviceArray
 from ..core.memory import Bytes1D, address_of
 from ..errors import UnsupportedValueError
 from .device import at_device, has_kernels, host_tensor, name_of
@@ -147,7 +148,10 @@ class TensorBytes:
     def strided(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> StridedBytes | None:
         """See :class:`..core.device_memory.DeviceBytes`."""
         device = self.kind.device
-        if not has_kernels(device, self.kind.dtype, "contiguous", "strided_copy") or strided_writer(device) is None:
+        try:
+            if not has_kernels(device, self.kind.dtype, "contiguous", "strided_copy") or strided_writer(device) is None:
+                return None
+        except (RuntimeError, MemoryError, OSError):  # there is no room to try it out now
             return None
         steps = [stride // self.kind.itemsize for stride in strides]
         return StridedBytes(self, start, shape, steps)
@@ -175,6 +179,12 @@ class StridedBytes:
         """They as a tensor, over the tensor's own memory. A new one: Paddle's ``contiguous`` moves it elsewhere."""
         tensor = self._memory.tensor.detach()
         return paddle.as_strided(tensor, self._shape, self._steps, tensor.offset + self._start)
+
+    def scattered(self) -> DeviceArray:
+        """They as an array for which the device needs no other memory."""
+        item = np.dtype(_AS_WIDE[self.kind.itemsize])
+        strides = [step * item.itemsize for step in self._steps]
+        return DeviceArray(self._memory, self._start, ArrayForm(self._shape, strides, item))
 
     def write(self, source: Any) -> None:
         """Fill them from a contiguous tensor on the device, of the same shape."""

@@ -115,6 +115,28 @@ def save_and_load_without_room(path: str, megabytes: int) -> tuple[int, int]:
     return control.memory().peak, control.memory().capacity
 
 
+def save_and_load_strided_when_full(path: str) -> tuple[list[Outcome], bool]:
+    """Save, in both ways, and load tensors of which only the device could make contiguous parts, while it is full and
+    the library has not used it before; also returns whether the load gave back what was saved."""
+    paddle.set_device(f"{NAME}:0")
+    arrays = {"large": np.arange(600 * 500, dtype=np.float32).reshape(600, 500), "small": np.arange(12.0).reshape(3, 4)}
+    bases = {key: paddle.to_tensor(array) for key, array in arrays.items()}
+    state = {key: paddle.as_strided(one, one.shape[::-1], [1, one.shape[1]]) for key, one in bases.items()}
+    kept: list[Any] = []
+    _fill(kept)
+    found = [
+        outcome_of(lambda: save_state_dict(state, path).unique_id),
+        outcome_of(lambda: save_state_dict(state, path, async_save=True).result().unique_id),
+    ]
+    for base in bases.values():
+        zeros = np.zeros(base.shape, str(base.dtype).removeprefix("paddle."))
+        base.copy_(paddle.utils.dlpack.from_dlpack(zeros), True)
+    found.append(outcome_of(lambda: load_state_dict(state, path).unique_id))
+    kept.clear()
+    same = all(np.array_equal(bases[key].numpy(), array) for key, array in arrays.items())
+    return found, same
+
+
 def exchange_without_room(path: str, full: int) -> list[Outcome]:
     """Load copies by the job's first collectives while one rank's device is full, then by the host, and then as at
     first, when there is room again; gives what the target holds."""

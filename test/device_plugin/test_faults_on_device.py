@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
-from paddle_dist_ckpt import SaveOptions, list_checkpoints, save_state_dict, verify
+from paddle_dist_ckpt import SaveOptions, list_checkpoints, load_merged_state_dict, save_state_dict, verify
 from test.device_plugin import build
 from test.device_plugin import cases_faults as cases
 from test.device_plugin.ranks import DevicePool, rank_environment, read_at_import
@@ -269,6 +270,22 @@ def test_no_more_device_memory_than_the_tensors_have(small: DevicePool, tmp_path
     ((peak, capacity),) = small.run(cases.save_and_load_without_room, str(tmp_path), 30)
     assert 30 * MIB <= peak <= capacity == 40 * MIB
     assert list_checkpoints(tmp_path) == [0, 1]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_strided_tensors_on_a_full_device(tmp_path: Path, kernels: bool) -> None:
+    env = rank_environment(0, 1, memory=16 * MIB, kernels=kernels)
+    arguments = (cases.save_and_load_strided_when_full, str(tmp_path))
+    with FreshRanks(1, *arguments, env=env, at_import=read_at_import(env)) as fresh:
+        (end,) = fresh.wait()
+    assert end.exit_code == 0, logs_of([end])
+    outcomes, same = end.result
+    assert [outcome.result for outcome in outcomes] == [0, 1, 1], outcomes
+    assert same
+    for unique_id in range(2):
+        merged = load_merged_state_dict(tmp_path, unique_id=unique_id)
+        assert merged["large"].numpy().T.tolist() == np.arange(300_000.0).reshape(600, 500).tolist()
+        assert merged["small"].numpy().T.tolist() == np.arange(12.0).reshape(3, 4).tolist()
 
 
 @pytest.mark.parametrize("full", [0, 1])
