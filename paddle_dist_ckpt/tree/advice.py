@@ -29,10 +29,12 @@ _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (random.Random, "x.getstate()"),
     (np.random.Generator, "x.bit_generator.state"),
     (np.random.RandomState, "x.get_state()"),
+    (np.ma.MaskedArray, "x.data and numpy.ma.getmaskarray(x)"),
 )
 """What to store in the place of a value x of types that cannot be stored; the first that fits counts."""
 
-_ADVICE_BY_NAME = {  # of types of Paddle, which is not imported here
+_ADVICE_BY_NAME = {  # of types of Paddle, which is not imported here, and of those that are made of them
+    "Metric": "vars(x)",
     "GeneratorState": "PerRank(paddle_dist_ckpt.rng_state())",
     **dict.fromkeys(("DataLoader", "BatchSampler", "DistributedBatchSampler"), "its epoch and number of used batches"),
 }
@@ -44,9 +46,8 @@ def refusal_of(value: Any) -> str:
     advice = next((how for kinds, how in _ADVICE if isinstance(value, kinds)), "")
     if not advice and dataclasses.is_dataclass(value) and not isinstance(value, type):
         advice = "dataclasses.asdict(x)"
-    elif kind.__name__ in _ADVICE_BY_NAME:
-        advice = _ADVICE_BY_NAME[kind.__name__]
-    elif not advice and hasattr(kind, "__array__"):
+    advice = next((_ADVICE_BY_NAME[one.__name__] for one in kind.__mro__ if one.__name__ in _ADVICE_BY_NAME), advice)
+    if not advice and hasattr(kind, "__array__"):
         advice = "numpy.asarray(x)"
     tensors = "" if hasattr(kind, "__array__") else "tensors, "  # one in what is a value as a whole
     return (

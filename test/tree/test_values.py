@@ -272,6 +272,8 @@ class Config:
         (bytearray(b"x"), "bytes(x)"),
         (Config(), "dataclasses.asdict(x)"),
         (LikeAnArray(), "numpy.asarray(x)"),
+        (np.ma.MaskedArray([1.0], mask=[True]), "x.data and numpy.ma.getmaskarray(x)"),
+        (type("Accuracy", (type("Metric", (), {}),), {})(), "vars(x)"),
         (type("GeneratorState", (), {})(), "PerRank(paddle_dist_ckpt.rng_state())"),
         (collections.deque([1]), "list(x)"),
         (range(3), "list(x)"),
