@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import paddle
 import paddle.distributed as dist
@@ -37,6 +38,8 @@ __all__ = [
 
 _SHARD_OPTIMIZER: Any = getattr(api, "_ShardOptimizer", ())
 MASTERS = "master_weights"
+_unfinished: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""Of optimizers the names of parameters for which making accumulators has begun. Where it failed, some are there."""
 
 
 def is_optimizer(value: Any) -> bool:
@@ -81,12 +84,15 @@ def make_accumulators(optimizer: Any, thawed: Collection[int] = ()) -> None:
                 if (each.name in held) is is_held and _is_due(owner, each, thawed)
             ]
             if parameters:
+                names = {each.name for each in parameters}
+                _unfinished.setdefault(owner, set()).update(names)
                 with nullcontext() if is_held else _nothing_held(owner):
                     create(block, parameters if group is None else {**group, "params": parameters})
                 for parameter in parameters:
                     if not isinstance(optimizer, paddle.optimizer.Optimizer):  # in Paddle 2.6, that of shard_optimizer
                         optimizer._shard_accumulator(parameter)
                     _distribute(owner, parameter)
+                _unfinished[owner] -= names
     if masters:  # shard_optimizer replaces those that exist by new tensors
         owner._master_weights.update(masters)
     _name_accumulators(owner)
@@ -117,13 +123,12 @@ def _is_due(optimizer: Any, parameter: Any, thawed: Collection[int]) -> bool:
 
     A parameter without memory belongs to other ranks, which alone step it.
     """
-    if (parameter.stop_gradient and id(parameter) not in thawed) or parameter.name in getattr(
-        optimizer, "_already_create_accumulator", ()
-    ):
+    if parameter.stop_gradient and id(parameter) not in thawed:
         return False
-    names = _names(optimizer, parameter)
-    if any(name in accumulators for accumulators in optimizer._accumulators.values() for name in names):
-        return False
+    if parameter.name not in _unfinished.get(optimizer, ()):
+        made = [getattr(optimizer, "_already_create_accumulator", ()), *optimizer._accumulators.values()]
+        if any(name in one for one in made for name in _names(optimizer, parameter)):
+            return False
     return bool(parameter._is_initialized())
 
 

@@ -294,6 +294,35 @@ def test_parameters_that_are_trained_later_get_theirs_later() -> None:
     step(layer, optimizer)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("placement", [None, REPLICATE])
+def test_making_them_goes_on_where_it_failed(placement: Any, dtype: str) -> None:
+    """As where a device has no more memory, or at Ctrl-C: those that are there already are not all of a parameter's."""
+    more = {} if dtype == "float32" else {"multi_precision": True}
+    layer = layer_of(placement, dtype)
+    state = named_state(optimizer_for(layer, **more), structured(layer))
+    expected, spread = values(state), {key: _is_spread(one) for key, one in state.items()}
+    for made in range(8):
+        optimizer, left = optimizer_for(layer, **more), iter(range(made))
+        add = optimizer._add_accumulator
+
+        def add_some(*args: Any, left: Any = left, add: Any = add, **named: Any) -> Any:
+            if next(left, None) is None:
+                raise MemoryError
+            return add(*args, **named)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(optimizer, "_add_accumulator", add_some)
+            optimizers.optimizer_state(optimizer)
+        state = named_state(optimizer, structured(layer))
+        assert_equal(values(state), expected)
+        assert {key: _is_spread(one) for key, one in state.items()} == spread
+
+
+def _is_spread(value: Any) -> bool:
+    return isinstance(value, paddle.Tensor) and value.is_dist()
+
+
 def test_a_state_that_was_set_before_the_first_step_is_kept() -> None:
     """Paddle holds it back until the accumulators are made."""
     layer = layer_of()
