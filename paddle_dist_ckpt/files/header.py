@@ -19,6 +19,7 @@ __all__ = [
     "DIGEST_AT",
     "MAX_HEADER_BYTES",
     "HeaderMetadata",
+    "header_pieces",
     "read_header_digests",
     "read_header_metadata",
 ]
@@ -74,10 +75,7 @@ def _read(file: ReadableFile, name: str, decoder: msgspec.json.Decoder[_Header[_
     record: _Record | None = None
     with decoding(f"{name}: its header is damaged, or of another format"):
         digest, size, text = xxhash.xxh3_64(), 0, bytearray()
-        for piece, size in _header_pieces(file):  # noqa: B007
-            at = len(piece) if text else DIGEST_AT
-            for part in (piece[:at].data, NO_DIGEST.encode()[: len(piece) - at], piece[at + len(NO_DIGEST) :].data):
-                digest.update(part)
+        for piece, size in header_pieces(file, digest):  # noqa: B007
             seen = max(0, len(text) - 3)
             text += piece[0 if text else 8 :].data
             end = _end_of_an_entry(text, seen)
@@ -112,9 +110,13 @@ def _decoded(text: bytearray, record: _Record | None, decoder: msgspec.json.Deco
     return record
 
 
-def _header_pieces(file: ReadableFile) -> Iterator[tuple[Bytes1D, int]]:
+def header_pieces(file: ReadableFile, digest: xxhash.xxh3_64) -> Iterator[tuple[Bytes1D, int]]:
     """The length and the text that a file begins with, in pieces, each with the bytes of all; of one with a hole there,
-    no more than before the hole."""
+    no more than before the hole. At the end ``digest`` is the header's own.
+
+    Raises:
+        CheckpointCorruptedError: the file has no header of this format.
+    """
     try:
         length = np.zeros(8, np.uint8)
         file.read_into([length], 0)
@@ -126,6 +128,9 @@ def _header_pieces(file: ReadableFile) -> Iterator[tuple[Bytes1D, int]]:
             file.read_into([piece], start)
             if not piece[0 if start else 8 :].all():
                 raise CheckpointCorruptedError("a zero byte in text")
+            at = len(piece) if start else DIGEST_AT
+            for part in (piece[:at].data, NO_DIGEST.encode()[: len(piece) - at], piece[at + len(NO_DIGEST) :].data):
+                digest.update(part)
             yield piece, 8 + size
     except EOFError as error:
         raise CheckpointCorruptedError(f"cut short: {error}") from error

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import closing, suppress
 
-import numpy as np
+import xxhash
 
 from ..core.progress import Progress
 from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.copying import copy_entries
-from ..files.datafile import header_digest
+from ..files.header import header_pieces
 from ..files.holes import HoleBudget
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
@@ -175,20 +175,21 @@ class _Copy:
 def _copy_file(
     source: Storage, metadata: Metadata, file: int, target: WritableFile, progress: Progress, budget: HoleBudget
 ) -> None:
-    """Copy one data file, but for its holes, if that can be. Nothing of a block is written before it is verified."""
+    """Copy one data file, but for its holes, if that can be. Nothing of a block is written before it is verified.
+
+    The header is written in pieces, as it may be nearly all of the file, and is verified when the last one is.
+    """
     info = metadata.files[file]
     known = open_data_file(source, info, int(metadata.blocks[1][file]), budget)
     with closing(known.file):
-        header = np.empty(known.data_start, np.uint8)
-        try:
-            known.file.read_into([header], 0)
-        except EOFError as error:
-            raise CheckpointCorruptedError(str(error)) from error
-        if header_digest(header.tobytes()) != info.digest:
-            raise CheckpointCorruptedError(f"{info.name} has changed while it was copied")
         keeps_holes = not known.holes.none and extended(target, info.size)
-        target.write(header, 0)
-        progress(known.data_start)
+        digest, at = xxhash.xxh3_64(), 0
+        for piece, _ in header_pieces(known.file, digest):
+            target.write(piece, at)
+            progress(len(piece))
+            at += len(piece)
+        if digest.hexdigest() != info.digest:
+            raise CheckpointCorruptedError(f"{info.name} has changed while it was copied")
         threads = io_threads(1, waits=True)
         for entries in FileEntries.of(metadata, file, known):
             copy_entries(entries, target, keeps_holes, threads, progress)

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import threading
+import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +60,7 @@ from test.jobs import (
     split_rows,
 )
 from test.strategies import some
+from test.torture.crafting import Entry, write_checkpoint
 from test.waiting import PATIENCE
 
 CUT = np.arange(3000 * 300, dtype=np.float32).reshape(3000, 300)
@@ -560,6 +562,20 @@ def test_a_header_that_changes_while_it_is_copied_is_not_copied(
     with pytest.raises(CheckpointCorruptedError, match="has changed while it was copied"):
         copy_checkpoint(tmp_path / "a", tmp_path / "b")
     assert files_in(tmp_path / "b") == {}
+
+
+def test_a_header_that_is_most_of_its_file_is_copied_in_pieces(tmp_path: Path) -> None:
+    cuts = [list(range(1, 1 << 10)), list(range(1, 1 << 8))]
+    write_checkpoint(tmp_path / "a", {"/w": Entry([1 << 10, 1 << 8], cuts, "uint8", 0, b"x" * (1 << 18))})
+    (file,) = data_files(tmp_path / "a")
+    tracemalloc.start()
+    try:
+        copy_checkpoint(tmp_path / "a", tmp_path / "b")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < file.stat().st_size
+    assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
 
 
 def test_room_is_asked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
