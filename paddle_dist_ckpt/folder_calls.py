@@ -201,7 +201,8 @@ def copy_checkpoint(
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
-        CheckpointCorruptedError: a file is missing, or a block is not what was written. Nothing is left in ``out``.
+        CheckpointCorruptedError: a file is missing, a block is not what was written, or a value in `.metadata` cannot
+            be decoded. Nothing is left in ``out``.
         CheckpointError: there is not enough room in ``out``, or somebody else is removing or copying these files there.
         ValueError: ``out`` has a checkpoint of that number, or this one already; or it is of another format.
 

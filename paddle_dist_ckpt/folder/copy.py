@@ -24,6 +24,7 @@ from .commit import aftermath, finish, has_files_of, in_folder, publish_under, r
 from .delete import check_native
 from .ids import committed_saves
 from .lease import Lease
+from .verify import damaged_values
 
 __all__ = ["copy"]
 
@@ -54,6 +55,9 @@ class _Copy:
         """Make it; ``data`` is the `.metadata`."""
         out, metadata = self._out, self._metadata
         check_sizes(self._source, metadata, range(len(metadata.files)))
+        damaged = damaged_values(metadata)
+        if damaged:
+            raise CheckpointCorruptedError(f"{self._source.location}/{metadata_name(metadata.unique_id)}: {damaged[0]}")
         begun: list[Lease] = []  # an interrupt may come when the lease is there
         try:
             lease = in_folder(out, lambda: Lease(out, metadata.unique_id, automatic=True, made=begun))

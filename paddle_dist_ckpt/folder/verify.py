@@ -33,6 +33,7 @@ from .stored_values import read_values
 __all__ = [
     "check_file",
     "check_values",
+    "damaged_values",
     "problems_of",
     "uncovered",
     "verified_bytes",
@@ -141,14 +142,20 @@ def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progre
     return list(itertools.chain.from_iterable(parts))
 
 
-def check_values(storage: Storage, metadata: Metadata, part: slice = slice(None)) -> list[str]:
-    """Decode values, all or a part of them, as a load does; returns what is wrong."""
+def damaged_values(metadata: Metadata, part: slice = slice(None)) -> list[str]:
+    """What is wrong with values in `.metadata` itself, all or a part of them."""
     problems = []
     for path, tree in metadata.value_records[part]:
         try:
             from_jsonable(tree)
         except CheckpointCorruptedError as error:
             problems.append(f"{metadata.key(path)}: {error}")
+    return problems
+
+
+def check_values(storage: Storage, metadata: Metadata, part: slice = slice(None)) -> list[str]:
+    """Decode values, all or a part of them, as a load does; returns what is wrong."""
+    problems = damaged_values(metadata, part)
     stored = np.flatnonzero(metadata.table.kinds == Kind.VALUE)
     try:
         rows = stored[~np.isin(stored, _not_exact(metadata))].tolist()[part]

@@ -543,6 +543,14 @@ def test_damage_is_not_copied(tmp_path: Path) -> None:
         copy_checkpoint(tmp_path / "a", tmp_path / "b")
 
 
+def test_a_value_in_metadata_that_cannot_be_decoded_is_not_copied(tmp_path: Path) -> None:
+    """A load of the copy would be refused."""
+    write_checkpoint(tmp_path / "a", {"/w": Entry([4], [[]])}, [("/n", b"1"), ("/v", b'{"x":1}')])
+    with pytest.raises(CheckpointCorruptedError, match=r"a/0\.metadata: v: a stored value is not well-formed"):
+        copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_header_that_changes_while_it_is_copied_is_not_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
