@@ -29,9 +29,15 @@ from paddle_dist_ckpt.reports import LoadReport, SaveReport
 from paddle_dist_ckpt.storage import LocalStorage, as_source
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, ShardedArray, SimulatedRank, run_ranks, shard_array
+from paddle_dist_ckpt.tree.values import decode_jsonable, from_jsonable
 
 SMALL = SaveOptions(block_bytes=4096, timeout=60)
 """Small blocks, so that small tensors have many."""
+
+
+def decode_value(data: bytes) -> Any:
+    """The value that ``encode_value`` wrote."""
+    return from_jsonable(decode_jsonable(data), kept=False)
 
 
 # -- jobs

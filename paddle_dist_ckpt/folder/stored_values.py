@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..errors import CheckpointCorruptedError
 from ..files.metadata import Metadata
 from ..files.room import Room, bytes_on_disk
 from ..storage.base import Storage
-from ..tree.values import decode_value
+from ..tree.values import decode_jsonable, from_jsonable
 from .boxes import BoxReader
 
 __all__ = ["read_json", "read_values"]
@@ -29,9 +29,10 @@ def read_values(
     storage: Storage,
     metadata: Metadata,
     rows: Sequence[int],
-    decode: Callable[[Bytes1D], Any] = decode_value,
+    as_trees: bool = False,
 ) -> Iterator[Any]:
-    """The values that are stored as entries, for these places in the table, as they are decoded.
+    """The values that are stored as entries, for these places in the table, as they are decoded; or the trees that
+    :func:`..tree.values.to_jsonable` made of them.
 
     In place of a value that is damaged, or no value, comes the CheckpointCorruptedError that says so.
 
@@ -40,14 +41,18 @@ def read_values(
         OSError: reading failed.
     """
     table, room = metadata.table, Room(partial(bytes_on_disk, storage, metadata.save_id), metadata.cost)
-    for row, data in zip(rows, read_json(storage, metadata, rows), strict=True):
+    found = read_json(storage, metadata, rows)
+    for row in rows:
+        data = next(found)  # of which nobody else has the memory: zip would keep it
         if isinstance(data, CheckpointCorruptedError):
             yield data
             continue
         try:
             with decoding(metadata.key(table.paths[row])):
                 room.take(data.data)
-                value = decode(data)
+                value = decode_jsonable(data)
+                del data
+                value = value if as_trees else from_jsonable(value, kept=False)
         except CheckpointCorruptedError as error:
             yield error
         else:
@@ -92,5 +97,7 @@ def read_json(
             before = int(stops[first - 1]) if first else 0
             end = int(np.searchsorted(stops, before + _BYTES_TOGETHER, side="right"))
             last = min(max(end, first + 1), first + _TOGETHER)
-            yield from read(range(first, last))
+            some = read(range(first, last))[::-1]
+            while some:
+                yield some.pop()
             first = last

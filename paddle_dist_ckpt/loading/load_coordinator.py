@@ -30,7 +30,6 @@ from ..folder.context import check_folders, folders_text
 from ..folder.stored_values import read_values
 from ..storage.base import FolderIdentity, Storage
 from ..tree.paths import plain_key
-from ..tree.values import decode_jsonable
 from .answering import Answering
 from .exchange_orders import ExchangeAnswer, ExchangeRequest
 from .exchange_planner import ExchangePlanner
@@ -355,7 +354,7 @@ def _stored_form(storage: Storage, metadata: Metadata, in_folders: bool, place: 
     file = metadata.files[metadata.table.shard_file[metadata.table.first_shard[place]]]
     if in_folders and file.name not in storage.names():
         return None
-    (found,) = read_values(storage, metadata, [place], decode_jsonable)
+    (found,) = read_values(storage, metadata, [place], as_trees=True)
     if isinstance(found, CheckpointCorruptedError):
         raise found
     return found

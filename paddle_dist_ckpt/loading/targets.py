@@ -25,7 +25,7 @@ from ..files.reader import Consumer, view_at
 from ..files.room import Room
 from ..planning.recipe_parts import WRONG_DTYPE, not_cast
 from ..tree.paths import plain_key
-from ..tree.values import begins_a_dict, decode_value
+from ..tree.values import begins_a_dict, decode_jsonable, from_jsonable
 from .messages import Mismatch
 from .part_targets import PartTargets
 from .resize import Resizing
@@ -150,9 +150,9 @@ class Targets:
         return found
 
     @no_collections()
-    def _add_values(self, left_out: Container[str], asked: Mask) -> list[tuple[int, Array]]:
+    def _add_values(self, left_out: Container[str], asked: Mask) -> list[tuple[int, int]]:
         """Add a buffer for each value that is stored as an entry, and for each array of which only the object is there
-        that it belongs to; returns their places in the table and the buffers."""
+        that it belongs to; returns their places in the table and among the tensors, which own the buffers."""
         table, added = self._table, []
         for t in np.flatnonzero((table.kinds != Kind.TENSOR) & ~asked).tolist():
             if table.paths[t] not in left_out:
@@ -160,7 +160,7 @@ class Targets:
                 buffer: Array = zeros_of(shape, dtype.raw, plain_key(table.paths[t]))
                 geometry = Geometry(Kind(int(table.kinds[t])), dtype, shape, True, (LocalShard(whole(shape)),))
                 self._tensors.add(table.paths[t], TensorView(geometry, (address_of(buffer),), buffer, None))
-                added.append((t, buffer))
+                added.append((t, len(self._tensors.owners) - 1))
         return added
 
     def path(self, row: int) -> str:
@@ -227,32 +227,38 @@ class Targets:
 
     @no_collections()
     def entries(self, room: Room) -> dict[str, Any]:
-        """The values that were stored as entries, and the arrays of objects, after they are read, by path.
+        """The values that were stored as entries, and the arrays of objects, after they are read, by path. Of values
+        only this is left then: nobody else has their buffers, and each is freed as soon as it is parsed.
 
         Raises:
             CheckpointCorruptedError: a value is damaged, or there is no room for all of them.
         """
-        table, found = self._table, dict[str, Any]()
-        for t, buffer in self._values:
+        table, owners, found = self._table, self._tensors.owners, dict[str, Any]()
+        for t, tensor in self._values:
+            buffer: Array = owners[tensor]
             if table.kinds[t] != Kind.VALUE:
                 found[table.paths[t]] = buffer.view(arithmetic_dtype(table.dtypes[t]))
                 continue
             with decoding(plain_key(table.paths[t])):
                 room.take(buffer.data)
-                found[table.paths[t]] = decode_value(buffer)
+                value = decode_jsonable(buffer)
+                owners[tensor] = None
+                del buffer
+                found[table.paths[t]] = value = from_jsonable(value, kept=False)
         return found
 
     def are_dicts(self) -> list[tuple[str, bool]]:
         """The values that were stored as entries, by path, and whether each is a dict, as its beginning tells."""
-        values = ((t, buffer) for t, buffer in self._values if self._table.kinds[t] == Kind.VALUE)
-        return [(self._table.paths[t], begins_a_dict(buffer)) for t, buffer in values]
+        values = ((t, tensor) for t, tensor in self._values if self._table.kinds[t] == Kind.VALUE)
+        return [(self._table.paths[t], begins_a_dict(self._tensors.owners[tensor])) for t, tensor in values]
 
     def contents(self) -> list[tuple[str, tuple[object, ...]]]:
         """What was read of values that are stored as entries, and of objects' arrays, by path; equal if these are."""
         table = self._table
+        values = ((t, self._tensors.owners[tensor]) for t, tensor in self._values)
         return [
             (table.paths[t], (table.dtypes[t].name, buffer.shape, buffer.reshape(-1).view(np.uint8).data))
-            for t, buffer in self._values
+            for t, buffer in values
         ]
 
     def consumer(self, row: int, box: Box, entry_box: Box) -> Consumer:

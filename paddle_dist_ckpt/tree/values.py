@@ -38,7 +38,6 @@ __all__ = [
     "are_same",
     "begins_a_dict",
     "decode_jsonable",
-    "decode_value",
     "encode_value",
     "from_jsonable",
     "in_any_order",
@@ -77,22 +76,10 @@ def encode_value(value: object, key: str) -> bytes:
     return msgspec.json.encode(to_jsonable(value, key))
 
 
-def decode_value(data: bytes | Bytes1D) -> Any:
-    """The value that :func:`encode_value` wrote. Who reads it of a file sees before that there is room for it.
-
-    The memory of an array of numpy is freed as soon as it is parsed, whoever holds on to it.
-
-    Raises:
-        CheckpointCorruptedError: the data are not such a value.
-    """
-    tree = decode_jsonable(data)
-    if isinstance(data, np.ndarray):
-        data.resize(0, refcheck=False)
-    return from_jsonable(tree, kept=False)
-
-
 def decode_jsonable(data: bytes | Bytes1D) -> Any:
-    """The tree that :func:`encode_value` wrote, see :func:`to_jsonable`.
+    """The tree that :func:`encode_value` wrote, see :func:`to_jsonable`. :func:`from_jsonable` makes the value of it.
+
+    Who reads the data of a file sees before that there is room for the value, and frees them before the value is made.
 
     Raises:
         CheckpointCorruptedError: the data are no JSON.

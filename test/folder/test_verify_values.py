@@ -192,3 +192,19 @@ def test_a_load_leaves_nothing_of_what_it_was_told_to_the_search_for_garbage(tmp
         gc.garbage.clear()
         gc.enable()
     assert not left & {"LoadCoordinator", "StoredPaths", "WantedPaths"}
+
+
+@pytest.mark.parametrize("read", [verify, load_whole])
+def test_what_is_read_of_a_value_is_freed_before_the_value_is_made(
+    tmp_path: Path, read: Callable[[Path], object]
+) -> None:
+    text = b'{"bytes":"' + b"A" * 20_000_000 + b'"}'
+    write_checkpoint(tmp_path, {"/v": text_entry(text)})
+    tracemalloc.start()
+    try:
+        read(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    size = len(text)
+    assert 2 * size < peak < 2.5 * size

@@ -13,7 +13,8 @@ import pytest
 
 from paddle_dist_ckpt import PerRank, UnsupportedValueError, rng_state, set_rng_state
 from paddle_dist_ckpt.paddle_adapter import random_state
-from paddle_dist_ckpt.tree.values import decode_value, encode_value
+from paddle_dist_ckpt.tree.values import encode_value
+from test.jobs import decode_value
 from test.paddle.versions import RNG_STATE, lacks
 
 pytestmark = lacks(RNG_STATE, "does not tell the state of its random generator on the CPU")

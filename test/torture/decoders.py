@@ -27,8 +27,8 @@ from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError
 from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
 from paddle_dist_ckpt.files.datafile import read_info
 from paddle_dist_ckpt.tree.state_dict import PerRank
-from paddle_dist_ckpt.tree.values import decode_value, encode_value
-from test.jobs import data_files, files_in, load_whole, make_array, save_on, split_rows
+from paddle_dist_ckpt.tree.values import encode_value
+from test.jobs import data_files, decode_value, files_in, load_whole, make_array, save_on, split_rows
 
 from .crafting import digest_around, dumped, metadata_around, write_metadata
 

@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueError
-from paddle_dist_ckpt.tree.values import are_same, decode_value, encode_value, from_jsonable, to_jsonable
+from paddle_dist_ckpt.tree.values import are_same, encode_value, from_jsonable, to_jsonable
+from test.jobs import decode_value
 from test.strategies import equal, examples
 
 LISTED = {
