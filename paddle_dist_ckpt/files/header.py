@@ -26,7 +26,7 @@ __all__ = [
 
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
 DIGEST_AT = 8 + len('{"__metadata__":{"xxh3_64":"')
-_PIECE = 4 << 20
+_PIECE = 1 << 20
 _AFTER_STRINGS = b":,}] \t\r\n"
 
 

@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
+import numpy as np
+
 from ..core.garbage import no_collections
 
 __all__ = [
@@ -202,7 +204,12 @@ def flat_keys(paths: Sequence[str]) -> list[str]:
 
 
 def special_keys(paths: Sequence[str]) -> dict[str, str]:
-    """The flat keys of paths that are not their plain ones, by path; mostly there are none."""
+    """The flat keys of paths that are not their plain ones, by path; mostly there are none, as hashes alone tell: the
+    keys of all take as much memory as the paths."""
+    hashes = np.fromiter(map(hash, map(plain_key, paths)), np.int64, len(paths))
+    hashes.sort()
+    if (hashes[1:] != hashes[:-1]).all() and not occurs("\\", paths):
+        return {}
     return _special_keys(paths, plain_keys(paths))
 
 

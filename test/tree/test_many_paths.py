@@ -19,6 +19,7 @@ from paddle_dist_ckpt.tree.paths import (
     own_among,
     plain_key,
     plain_keys,
+    special_keys,
 )
 
 PARTS: list[list[Part]] = [
@@ -40,6 +41,17 @@ def test_join_all_is_join_of_each(parent: str, parts: list[Part]) -> None:
 def test_plain_keys_are_the_plain_key_of_each(parent: str, parts: list[Part]) -> None:
     paths = join_all(parent, parts)
     assert plain_keys(paths) == [plain_key(path) for path in paths]
+
+
+def test_that_there_are_no_special_keys_is_found_without_a_key_for_each_path() -> None:
+    paths = [f"/model/layers.{i:06}.self_attn.q_proj.weight" for i in range(20_000)]
+    tracemalloc.start()
+    try:
+        assert special_keys(paths) == {}
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * len(paths)
 
 
 def test_own_values_among_others() -> None:
