@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import stat
@@ -23,6 +24,7 @@ comes first, and under a trainer the calls are not the user's.
 """
 _SHORTEST, _LONGEST = 16, 1 << 16
 _POLL_SECONDS = 0.1
+_GUESS_TURNS = 100_000  # some 50 ms for each secret that somebody who reads the store would try
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FINE, _REFUSED, _SILENT, _NONE = b"+", b"-", b"?", b"0"
 
@@ -41,13 +43,15 @@ def agreed_secret(
 ) -> bytes:
     """The job's secret, for the control hubs; empty if it has none.
 
-    Each rank tells the first one whether it has it, through the store. Where there is to be one, it hears from the
-    first rank whether all have; where there is none, nobody waits. Ranks number their attempts alike; but once the
-    first rank has what it needs it makes no other, and what it said then is the answer to any.
+    Each rank tells the first one whether it has it, and a digest by which that sees whether it is the same, through the
+    store. Where there is to be one, it hears from the first rank whether all have; where there is none, nobody waits.
+    Ranks number their attempts alike; but once the first rank has what it needs it makes no other, and what it said
+    then is the answer to any.
 
     Raises:
         NoSecretAtFirstError: this rank has one, and the first rank none.
-        ValueError: on all ranks that have one: some rank has none, or cannot read it, or it is too short to be one.
+        ValueError: on all ranks that have one: some rank has none, or another one than the first, or cannot read it, or
+            it is too short to be one.
         CheckpointTimeoutError: some rank has not said whether it has it.
     """
     name = os.environ.get(SECRET_FILE)
@@ -57,16 +61,17 @@ def agreed_secret(
         else:
             store.set(f"{key}/{attempt}/{rank}", f"rank {rank}: {_unset(ranks[0])}".encode())
         return b""
-    secret, problem = b"", b""
+    secret = b""
     try:
         secret = _read(name)
+        said = _FINE + hashlib.pbkdf2_hmac("sha256", secret, f"{key}/{attempt}".encode(), _GUESS_TURNS)
     except ValueError as error:
-        problem = f"rank {rank}: {error}".encode(errors="backslashreplace")
+        said = f"rank {rank}: {error}".encode(errors="backslashreplace")
     if rank != ranks[0]:
-        store.set(f"{key}/{attempt}/{rank}", problem)
+        store.set(f"{key}/{attempt}/{rank}", said)
         verdict = _heard(store, f"{key}/all", attempt, timeout + 1)  # the first rank waits as long for the last one
     else:
-        verdict = _verdict(store, f"{key}/{attempt}", ranks, problem, timeout)
+        verdict = _verdict(store, f"{key}/{attempt}", ranks, said, timeout)
         store.set(f"{key}/all", b"%d " % attempt + verdict)
     verdict = verdict or _SILENT + b"%d" % ranks[0]
     if verdict[:1] == _SILENT:
@@ -105,14 +110,21 @@ def _heard(store: BootstrapStore, key: str, attempt: int, timeout: float) -> byt
 def _verdict(store: BootstrapStore, key: str, ranks: Sequence[int], own: bytes, timeout: float) -> bytes:
     """What the first rank says to all."""
     deadline = time.monotonic() + timeout
-    problems, silent = [own] if own else [], list[bytes]()
+    is_fine, silent = own.startswith(_FINE), list[bytes]()
+    problems = [] if is_fine else [own]
     for other in ranks[1:]:
         try:
             said = store.get(f"{key}/{other}", max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             silent.append(b"%d" % other)
         else:
-            problems += [said] if said else []
+            if not said.startswith(_FINE):
+                problems.append(said)
+            elif is_fine and said != own:
+                problems.append(
+                    b"rank %d has another control secret than rank %d; all ranks of the job must have the same one"
+                    % (other, ranks[0])
+                )
     if problems:
         return _REFUSED + b"; ".join(problems)
     return _SILENT + b",".join(silent) if silent else _FINE

@@ -236,14 +236,15 @@ def save_without_coordinator(path: str, how: int) -> Outcome:
 
 
 def save_with_secrets(path: str, secrets: list[str]) -> list[Outcome]:
-    """Save with the same secret on all ranks, then with one for each rank, on a hub of another coordinator."""
+    """Save with a secret for each rank, then the same on all, and again on a hub of another coordinator."""
 
     def save_with(secret: str, coordinator: int) -> Outcome:
         os.environ["PADDLE_DIST_CKPT_SECRET_FILE"] = secret
-        options = SaveOptions(timeout=5)
+        options = SaveOptions(timeout=60)
         return outcome_of(lambda: save_state_dict({"x": 1}, path, None, coordinator, options=options))
 
-    return [save_with(secrets[0], 0), save_with(secrets[dist.get_rank()], 1)]
+    own = secrets[dist.get_rank()]
+    return [save_with(*how) for how in ((own, 0), (secrets[0], 0), (own, 1), (secrets[0], 1))]
 
 
 def save_with_secret_on(path: str, secret: str, having: list[int]) -> list[Outcome]:
