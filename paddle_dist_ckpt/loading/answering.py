@@ -42,6 +42,7 @@ class Answering:
         allow_missing: Patterns of wanted keys that need not be there.
         wanted_keys: Finds the flat keys that all ranks ask for.
         read: See :class:`.stored_paths.StoredPaths`.
+        containers: Finds the containers, by path, in which any rank wants something.
 
     Attributes:
         files: The data files, each with its number of blocks.
@@ -59,13 +60,15 @@ class Answering:
         allow_missing: Sequence[str] = (),
         wanted_keys: Callable[[], Collection[str]] = set,
         read: Callable[[int], Any] = lambda place: None,
+        containers: Callable[[], Collection[str]] = set,
     ) -> None:
         self._metadata, self._unmatched = metadata, unmatched
         self._groups = [frozenset(ranks[i : i + _GROUP]) for i in range(0, len(ranks), _GROUP)]
         self._ranks = frozenset(ranks)
         self.hints = Hints(metadata, wanted_keys)
         self._stored = StoredPaths(metadata, self.hints, read)
-        self._values = ValueAnswers(metadata, self._stored, self.hints, self._ranks, matcher(allow_missing))
+        may_be_missing = matcher(allow_missing)
+        self._values = ValueAnswers(metadata, self._stored, self.hints, self._ranks, may_be_missing, containers)
         self._flat_keys = FlatKeys(self._stored.paths.copy())  # before lists are taken apart
         self.first_block, counts = metadata.blocks
         self.files = list(zip(metadata.files, counts.tolist(), strict=True))

@@ -71,14 +71,6 @@ class Hints:
             found = self._mistyped(key)
         return [hint for stored in found[:2] if (hint := self._hint(stored)) and is_tensor == (hint.shape is not None)]
 
-    def is_asked_below(self, key: str) -> bool:
-        """Whether a rank asks for something below a flat key."""
-        return key in self._above_wanted
-
-    @cached_property
-    def _above_wanted(self) -> set[str]:
-        return {key[: dot.start()] for key in self._wanted for dot in re.finditer(r"\.", key)}
-
     def nested(self, key: str) -> str | None:
         """Where a flat key stands in the nested state_dict that was saved; None if it is no stored key."""
         path = self._stored.get(key) or self._own.get(key)

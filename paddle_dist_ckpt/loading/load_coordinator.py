@@ -50,7 +50,14 @@ from .messages import (
 from .mismatches import NOT_YET, MismatchCheck
 from .reading import LoadContext, unreadable_on
 from .stored_tensors import stored_tensors
-from .together import check_arranged_alike, check_same_sources, found_nowhere, keys_of, wanted_together
+from .together import (
+    check_arranged_alike,
+    check_same_sources,
+    containers_in,
+    found_nowhere,
+    keys_of,
+    wanted_together,
+)
 from .wording import FOUND_BY_SOME, some_of
 
 __all__ = ["LoadCoordinator"]
@@ -102,11 +109,12 @@ class LoadCoordinator:
         keys = found_nowhere(one.patterns for one in wanted.values())
         unmatched = found_nowhere(one.key_map for one in wanted.values())
         find_keys = functools.partial(keys_of, wanted.values())
+        containers = functools.partial(containers_in, wanted.values())
         objects = {plain_key(path) for one in wanted.values() for path, has in one.values.items() if has == "object"}
         ranks, missing = self._session.ranks, self._options.allow_missing
         # Not a method, which would lead back here: all that was told would stay until Python looks for garbage.
         read = functools.partial(_stored_form, self._storage, metadata, len(self._groups) > 1)
-        self._answering = Answering(metadata, ranks, keys, missing, find_keys, read)
+        self._answering = Answering(metadata, ranks, keys, missing, find_keys, read, containers)
         self._mismatches = MismatchCheck(
             self._storage.location,
             metadata,

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..core.parts import Arranged, WantedTensor
-from ..tree.paths import plain_key
+from ..tree.paths import containers_of, plain_key
 from .flat_keys import nested_key
 from .key_map import OWN_KEY
 from .messages import WantedPaths, WantedRecord
 
-__all__ = ["check_arranged_alike", "check_same_sources", "found_nowhere", "keys_of", "wanted_together"]
+__all__ = ["check_arranged_alike", "check_same_sources", "containers_in", "found_nowhere", "keys_of", "wanted_together"]
 
 
 def found_nowhere(by_rank: Iterable[Mapping[str, bool]]) -> list[str]:
@@ -27,6 +27,11 @@ def keys_of(wanted: Iterable[WantedPaths]) -> set[str]:
     """The flat keys under which what ranks want would be stored."""
     pairs = ((one.moved, path) for one in wanted for path in (*one.tensors, *one.values, *one.kept))
     return {moved.get(path) or plain_key(path) for moved, path in pairs}
+
+
+def containers_in(wanted: Iterable[WantedPaths]) -> set[str]:
+    """The paths of the containers in which ranks want something."""
+    return containers_of(path for one in wanted for path in (*one.tensors, *one.values, *one.kept))
 
 
 def check_arranged_alike(wanted: Sequence[WantedPaths], arranged: Mapping[str, Mapping[str, Arranged | None]]) -> None:

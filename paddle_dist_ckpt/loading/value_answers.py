@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from ..core.cached import cached_property
 from ..core.parts import Arranged
 from ..files.metadata import Metadata
 from ..tree.names import SCHEDULER, scheduler_of
@@ -49,6 +50,7 @@ class ValueAnswers:
         hints: What may be meant by keys that are missing.
         ranks: The ranks that load.
         may_be_missing: Whether what has a flat key need not be there.
+        find_containers: Finds the containers, by path, in which any rank wants something.
 
     Attributes:
         asked: The stored paths of values, and of arrays of objects, that ranks were given.
@@ -63,11 +65,16 @@ class ValueAnswers:
         hints: Hints,
         ranks: frozenset[int],
         may_be_missing: Callable[[str], bool],
+        find_containers: Callable[[], Collection[str]],
     ) -> None:
         self._metadata, self._stored, self._hints, self._ranks = metadata, stored, hints, ranks
-        self._may_be_missing = may_be_missing
+        self._may_be_missing, self._find_containers = may_be_missing, find_containers
         self.asked: set[str] = set()
         self.without_tensors: set[str] = set()
+
+    @cached_property
+    def _containers(self) -> Collection[str]:
+        return self._find_containers()
 
     def answer(
         self, wanted: WantedPaths, moved: Mapping[str, str], places: dict[str, int | None], found: Draft
@@ -112,7 +119,7 @@ class ValueAnswers:
             self._take(source, path, found)
         elif present == "none" or (present in ("list", "bare") and self._stored.is_list(source)) or is_apart:
             self._answer_subtree(path, source, found)
-        elif present == "bare" and self._hints.is_asked_below(plain_key(source)):
+        elif present == "bare" and source not in self._stored.index and path in self._containers:
             pass  # as on a rank without a part of what is there, whose empty list a save leaves out
         elif present == "empty" and source not in self._stored.index:
             self._answer_empty(path, source, found)

@@ -592,6 +592,21 @@ def test_an_empty_list_is_left_where_other_ranks_have_items(tmp_path: Path, bare
     assert "layers: the state_dict has a value" in str(error)
 
 
+@pytest.mark.parametrize("stored", [{}, {"a": [np.ones(3)]}, {"a": np.ones(3)}], ids=repr)
+def test_an_empty_list_is_no_other_ranks_for_a_key_with_a_dot(tmp_path: Path, stored: dict[str, Any]) -> None:
+    """Nobody has items of it, so that it is not there, or of another kind; it was left without a word."""
+    save_alone({"a.0": np.ones(3), **stored}, tmp_path)
+    (error,) = errors_of(try_load([{"a": [], "a.0": np.zeros(3)}], tmp_path), StateDictMismatchError)
+    assert "a: the state_dict has a value" in str(error)
+
+
+def test_an_empty_list_where_a_tensor_is_stored_is_refused_whatever_others_ask_for(tmp_path: Path) -> None:
+    save_alone({"a": np.ones(3), "n": 1}, tmp_path)
+    options = LoadOptions(allow_missing=["a.0"])
+    errors = errors_of(try_load([{"a": [np.zeros(3)]}, {"a": []}], tmp_path, options=options), StateDictMismatchError)
+    assert "a: the state_dict has a value, in the checkpoint it is a tensor" in str(errors[0])
+
+
 def test_values_of_another_kind_are_left_as_they_are(tmp_path: Path) -> None:
     save_alone({"a": LONG, "b": {1.5: LONG}, "c": LONG}, tmp_path)
     states = [{"a": {}, "b": 5, "c": None}]
