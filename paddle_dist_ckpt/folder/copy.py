@@ -188,12 +188,15 @@ def _copy_file(
     with closing(known.file):
         keeps_holes = not known.holes.none and extended(target, info.size)
         digest, at = xxhash.xxh3_64(), 0
-        for piece, _ in header_pieces(known.file, digest):
-            target.write(piece, at)
-            progress(len(piece))
-            at += len(piece)
-        if digest.hexdigest() != info.digest:
-            raise CheckpointCorruptedError(f"{info.name} has changed while it was copied")
+        try:
+            for piece, _ in header_pieces(known.file, digest):
+                target.write(piece, at)
+                progress(len(piece))
+                at += len(piece)
+            if digest.hexdigest() != info.digest:
+                raise CheckpointCorruptedError("its header is another one")
+        except CheckpointCorruptedError as error:
+            raise CheckpointCorruptedError(f"{info.name} has changed while it was copied: {error}") from error
         threads = io_threads(1, waits=True)
         for entries in FileEntries.of(metadata, file, known):
             copy_entries(entries, target, keeps_holes, threads, progress)

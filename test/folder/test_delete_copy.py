@@ -551,8 +551,9 @@ def test_a_value_in_metadata_that_cannot_be_decoded_is_not_copied(tmp_path: Path
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize("byte", [b"\n", b"\0"], ids=repr)
 def test_a_header_that_changes_while_it_is_copied_is_not_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, byte: bytes
 ) -> None:
     saved(tmp_path / "a", 1)
     (path,) = data_files(tmp_path / "a")
@@ -563,11 +564,11 @@ def test_a_header_that_changes_while_it_is_copied_is_not_copied(
         found = opened(*args)
         with path.open("r+b") as file:
             file.seek(found.data_start - 1)
-            file.write(b"\n")
+            file.write(byte)
         return found
 
     monkeypatch.setattr(copying, "open_data_file", change)
-    with pytest.raises(CheckpointCorruptedError, match="has changed while it was copied"):
+    with pytest.raises(CheckpointCorruptedError, match=f"{path.name} has changed while it was copied"):
         copy_checkpoint(tmp_path / "a", tmp_path / "b")
     assert files_in(tmp_path / "b") == {}
 
