@@ -29,12 +29,12 @@ _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (random.Random, "x.getstate()"),
     (np.random.Generator, "x.bit_generator.state"),
     (np.random.RandomState, "x.get_state()"),
-    (np.ma.MaskedArray, "x.data and numpy.ma.getmaskarray(x)"),
 )
 """What to store in the place of a value x of types that cannot be stored; the first that fits counts."""
 
-_ADVICE_BY_NAME = {  # of types of Paddle, which is not imported here, and of those that are made of them
+_ADVICE_BY_NAME = {  # of types of what is not imported here (Paddle, numpy.ma), and of those that are made of them
     "Metric": "vars(x)",
+    "MaskedArray": "x.data and numpy.ma.getmaskarray(x)",
     "GeneratorState": "PerRank(paddle_dist_ckpt.rng_state())",
     **dict.fromkeys(("DataLoader", "BatchSampler", "DistributedBatchSampler"), "its epoch and number of used batches"),
 }
