@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,18 @@ from paddle_dist_ckpt.tree.values import decode_jsonable, from_jsonable
 
 SMALL = SaveOptions(block_bytes=4096, timeout=60)
 """Small blocks, so that small tensors have many."""
+
+
+@contextlib.contextmanager
+def little_memory(limit: int = 50 << 20) -> Iterator[None]:
+    """Fails if more than this is allocated at any time."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < limit
 
 
 def decode_value(data: bytes) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -34,6 +33,7 @@ from paddle_dist_ckpt.files.tables import TableRecord, table_from_record, table_
 from paddle_dist_ckpt.tree.paths import ListIndex
 from paddle_dist_ckpt.tree.values import to_jsonable
 from test.core.test_shards import tables
+from test.jobs import little_memory
 from test.report.samples import large_metadata
 from test.strategies import examples
 
@@ -105,18 +105,6 @@ def sealed(body: Any, **head: Any) -> bytes:
 def small_body() -> Body:
     body: Body = msgspec.json.decode(encode(small()).split(b"\n")[1])
     return body
-
-
-@contextmanager
-def little_memory(limit: int = 50 << 20) -> Iterator[None]:
-    """Fails if more than this is allocated at any time."""
-    tracemalloc.start()
-    try:
-        yield
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < limit
 
 
 def use_everything(metadata: Metadata) -> None:
