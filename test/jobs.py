@@ -45,7 +45,7 @@ def little_memory(limit: int = 50 << 20) -> Iterator[None]:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < limit
+    assert peak < limit, f"{peak:,}"
 
 
 def decode_value(data: bytes) -> Any:

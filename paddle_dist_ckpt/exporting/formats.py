@@ -195,7 +195,7 @@ class _TensorMaker:
         """A tensor, or what else is stored like one, as it is in the checkpoint."""
         table = self._metadata.table
         dtype, shape = table.dtypes[row], table.shape_of(row)
-        parts, place = [StoredPart(row, dtype)], self._chosen.paths[path]
+        parts, place = (StoredPart(row, dtype),), self._chosen.paths[path]
         return ExportTensor(place, key, shape, self._converted(dtype), parts, table.names[row], kind)
 
     def made(self, path: str, key: str) -> ExportTensor:

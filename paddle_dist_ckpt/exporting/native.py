@@ -13,10 +13,10 @@ from ..core.dtypes import DTYPES
 from ..core.layouts import shared_layouts
 from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
-from ..files.codec import NO_DIGEST, VERSION, decode_metadata, encode_metadata
+from ..files.codec import NO_DIGEST, VERSION, checked_cost
 from ..files.datafile import FORMAT, DataFileInfo, EntryKind, FileLayout, FileTable, escaped_key, split_in_parts
 from ..files.metadata import INLINE_BYTES, INLINE_TOTAL_BYTES, FileInfo, Metadata, SaveInfo, save_members
-from ..files.names import DEFAULT_SUFFIX, data_file_name, metadata_name
+from ..files.names import DEFAULT_SUFFIX, data_file_name
 from ..files.tables import table_to_record
 from ..tree.paths import flat_keys
 from .plan import ExportFile, ExportTensor, OwnHeader, divide_files, fill_files
@@ -69,7 +69,10 @@ def plan_native(
         table=_table([(part, i) for i, file in enumerate(files) for part in file.parts]),
         value_records=values,
     )
-    return files, msgspec.structs.replace(metadata, cost=_cost(metadata, sum(file.nbytes for file in files)))
+    try:
+        return files, msgspec.structs.replace(metadata, cost=checked_cost(metadata))
+    except CheckpointCorruptedError as error:
+        raise UnsupportedValueError(f"what is selected makes up no checkpoint: {error}") from error
 
 
 def _data_files(
@@ -103,34 +106,22 @@ def _data_files(
     return files
 
 
-def _cost(metadata: Metadata, nbytes: int) -> int:
-    """What the values of `.metadata` take in memory; ``nbytes`` are those of the data files.
-
-    Raises:
-        UnsupportedValueError: nobody could read the `.metadata`.
-    """
-    try:
-        data = encode_metadata(metadata)
-        return decode_metadata(data, metadata_name(metadata.unique_id), metadata.unique_id, lambda save_id: nbytes).cost
-    except CheckpointCorruptedError as error:
-        raise UnsupportedValueError(f"what is selected makes up no checkpoint: {error}") from error
-
-
 def _small_and_large(
     tensors: Sequence[ExportTensor], values: Sequence[tuple[str, Any]]
 ) -> tuple[list[tuple[str, Any]], list[ExportTensor]]:
     """The values that `.metadata` has room for, and those that become entries of data files."""
-    paths = [*(tensor.path for tensor in tensors), *(path for path, _ in values)]
-    keys = dict(zip(paths, flat_keys(paths), strict=True))
-    small, large, total = [], list[ExportTensor](), 0
+    small, large, total = list[tuple[str, Any]](), list[tuple[str, bytes]](), 0
     for path, tree in values:
         json = msgspec.json.encode(tree)
         if len(json) <= INLINE_BYTES and total + len(json) <= INLINE_TOTAL_BYTES:
             small.append((path, tree))
             total += len(json)
         else:
-            large.append(ExportTensor(path, keys[path], (len(json),), _BYTE, kind=Kind.VALUE, data=json))
-    return small, large
+            large.append((path, json))
+    paths = [*(tensor.path for tensor in tensors), *(path for path, _ in values)] if large else []
+    keys = dict(zip(paths, flat_keys(paths), strict=True))
+    entries = [ExportTensor(path, keys[path], (len(json),), _BYTE, kind=Kind.VALUE, data=json) for path, json in large]
+    return small, entries
 
 
 def _fitting(tensors: Sequence[ExportTensor], block_bytes: int) -> list[tuple[list[ExportTensor], FileTable]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from ..core.shards import Kind
 from ..errors import UnsupportedValueError
 from ..tree.building import build_tree
 from ..tree.paths import Part, parent_of, parse_path, plain_key
-from .pickles import Instance, pickled
+from .pickles import Instance, Pairs, pickled
 from .plan import ExportFile, ExportTensor, fill_files
 
 __all__ = ["plan_paddle", "plan_pdparams"]
@@ -33,24 +34,26 @@ def plan_paddle(tensors: Sequence[ExportTensor], most: int) -> list[ExportFile]:
             raise UnsupportedValueError(f"{tensor.key}: Paddle's files cannot hold tensors of {tensor.dtype.name}")
     groups = fill_files(tensors, most)
     names = [f"{rank}_0.distcp" for rank in range(len(groups))]
-    pairs = [(tensor, name) for name, group in zip(names, groups, strict=True) for tensor in group]
+    every = list(itertools.chain.from_iterable(groups))
     metadata = Instance(
         _MODULE,
         "Metadata",
         {
-            "state_dict_metadata": {tensor.key: [_local_metadata(tensor)] for tensor, _ in pairs},
-            "storage_metadata": {_index(tensor): name for tensor, name in pairs},
-            "flat_mapping": {tensor.key: _parts_of(tensor) for tensor, _ in pairs},
+            "state_dict_metadata": Pairs((tensor.key, [_local_metadata(tensor)]) for tensor in every),
+            "storage_metadata": Pairs(
+                (_index(tensor), name) for name, group in zip(names, groups, strict=True) for tensor in group
+            ),
+            "flat_mapping": Pairs((tensor.key, _parts_of(tensor)) for tensor in every),
         },
     )
     files = [ExportFile(name, pickled(_named(group))) for name, group in zip(names, groups, strict=True)]
     return [*files, ExportFile("0.metadata", pickled(metadata))]
 
 
-def _named(tensors: Sequence[ExportTensor]) -> dict[str, Any]:
+def _named(tensors: Sequence[ExportTensor]) -> Pairs:
     """The content of a data file. Paddle makes tensors of those arrays alone that have a variable's name."""
-    names = {tensor.key: tensor.name or tensor.key for tensor in tensors}
-    return {**{tensor.key: tensor for tensor in tensors}, _NAMES: names}
+    names = Pairs((tensor.key, tensor.name or tensor.key) for tensor in tensors)
+    return Pairs(itertools.chain(((tensor.key, tensor) for tensor in tensors), [(_NAMES, names)]))
 
 
 def _local_metadata(tensor: ExportTensor) -> Instance:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import io
 import pickle  # noqa: TID251 (for its opcodes; nothing is read)
 import struct
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ..core.dtypes import DType
 from ..errors import UnsupportedValueError
 from .plan import ExportTensor
 
-__all__ = ["Instance", "pickled"]
+__all__ = ["Instance", "Pairs", "pickled"]
 
 # Element types of numpy's arrays, as Paddle keeps them; bfloat16, which numpy does not have, it keeps as uint16.
 _CODES = {
@@ -42,6 +42,7 @@ _PLAIN = (int, float, complex, str, bytes)
 _TUPLES = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
 _OF_EMPTY = (np.ndarray, (0,), b"b")  # what numpy has an empty array made of
 _MOST_SHORT = 255  # of what is counted in one byte
+_MOST_TEXT = 1 << 20  # bytes of opcodes in a part, about
 _MOST_PLACES = 1 << 16  # of the memo: of texts that are all different it would take many times as much as these
 
 
@@ -58,6 +59,16 @@ class Instance:
     module: str
     name: str
     state: Mapping[str, Any]
+
+
+class Pairs(NamedTuple):
+    """A dict whose keys and values are made when they are written, and not kept.
+
+    Attributes:
+        items: Each key, of which there are no equal ones, with its value.
+    """
+
+    items: Iterable[tuple[Any, Any]]
 
 
 def pickled(value: Any) -> list[bytes | ExportTensor]:
@@ -91,17 +102,28 @@ class _Writer:
     def __init__(self) -> None:
         self._parts: list[bytes | ExportTensor] = []
         self._text = bytearray(pickle.PROTO + b"\x04")
-        self._places: dict[Hashable, int] = {}  # in the memo: of texts, shapes, modules with names, element types
+        # What takes something from the memo: texts, shapes, modules with names, element types.
+        self._codes: dict[Hashable, bytes] = {}
 
     def finished(self) -> list[bytes | ExportTensor]:
         """All of it."""
         self._text += pickle.STOP
-        return [*self._parts, bytes(self._text)]
+        self._cut()
+        return self._parts
+
+    def _cut(self) -> None:
+        """Make a part of the text that has been written."""
+        self._parts.append(bytes(self._text))
+        self._text.clear()
 
     def write(self, value: Any) -> None:
         """Write one object."""
         if type(value) is str:
-            self._write_text(value)
+            code = self._codes.get(value)
+            if code is not None:
+                self._text += code
+            else:
+                self._write_text(value)
         elif value is None:
             self._text += pickle.NONE
         elif type(value) is bool:
@@ -117,14 +139,12 @@ class _Writer:
         elif isinstance(value, Instance):
             self._write_global(value.module, value.name)
             self._text += pickle.EMPTY_TUPLE + pickle.NEWOBJ
-            self.write(dict(value.state))
+            self._write_dict(value.state.items())
             self._text += pickle.BUILD
         elif type(value) is dict:
-            self._text += pickle.EMPTY_DICT + pickle.MARK
-            for key, item in value.items():
-                self.write(key)
-                self.write(item)
-            self._text += pickle.SETITEMS
+            self._write_dict(value.items())
+        elif isinstance(value, Pairs):
+            self._write_dict(value.items)
         elif type(value) is list:
             self._text += pickle.EMPTY_LIST + pickle.MARK
             for item in value:
@@ -138,28 +158,38 @@ class _Writer:
         else:
             raise UnsupportedValueError(f"a {type(value).__name__} cannot be exported to a pickle")
 
+    def _write_dict(self, items: Iterable[tuple[Any, Any]]) -> None:
+        self._text += pickle.EMPTY_DICT + pickle.MARK
+        for key, item in items:
+            self.write(key)
+            self.write(item)
+            if len(self._text) > _MOST_TEXT:
+                self._cut()
+        self._text += pickle.SETITEMS
+
     def _is_recalled(self, what: Hashable) -> bool:
         """Take something from the memo, if it has been written before."""
-        place = self._places.get(what)
-        if place is None:
+        code = self._codes.get(what)
+        if code is None:
             return False
-        short = place <= _MOST_SHORT
-        self._text += (pickle.BINGET if short else pickle.LONG_BINGET) + place.to_bytes(1 if short else 4, "little")
+        self._text += code
         return True
 
     def _remember(self, what: Hashable) -> None:
         """Put what has just been written into the memo, if there is a place."""
-        if len(self._places) < _MOST_PLACES:
+        place = len(self._codes)
+        if place < _MOST_PLACES:
             self._text += pickle.MEMOIZE
-            self._places[what] = len(self._places)
+            short = place <= _MOST_SHORT
+            code = (pickle.BINGET if short else pickle.LONG_BINGET) + place.to_bytes(1 if short else 4, "little")
+            self._codes[what] = code
 
     def _write_text(self, text: str) -> None:
-        if not self._is_recalled(text):
-            data = text.encode("utf-8", "surrogatepass")
-            short = len(data) <= _MOST_SHORT
-            self._text += pickle.SHORT_BINUNICODE if short else pickle.BINUNICODE8
-            self._text += len(data).to_bytes(1 if short else 8, "little") + data
-            self._remember(text)
+        data = text.encode("utf-8", "surrogatepass")
+        short = len(data) <= _MOST_SHORT
+        self._text += pickle.SHORT_BINUNICODE if short else pickle.BINUNICODE8
+        self._text += len(data).to_bytes(1 if short else 8, "little") + data
+        self._remember(text)
 
     def _write_int(self, value: int) -> None:
         if 0 <= value <= _MOST_SHORT:
@@ -170,7 +200,7 @@ class _Writer:
             self._text += _inner(value)
 
     def _write_tuple(self, items: tuple[Any, ...]) -> None:
-        is_shape = all(type(item) is int for item in items)
+        is_shape = {int}.issuperset(map(type, items))
         if is_shape and self._is_recalled(items):
             return
         end = _TUPLES.get(len(items), pickle.TUPLE)
@@ -198,8 +228,9 @@ class _Writer:
         self.write(tensor.shape)
         self._write_dtype(tensor.dtype, tensor.key)
         self._text += pickle.NEWFALSE + pickle.BINBYTES8 + tensor.nbytes.to_bytes(8, "little")
-        self._parts += [bytes(self._text), tensor]
-        self._text = bytearray(pickle.TUPLE + pickle.BUILD)
+        self._cut()
+        self._parts.append(tensor)
+        self._text += pickle.TUPLE + pickle.BUILD
 
     def _write_dtype(self, dtype: DType, key: str) -> None:
         if dtype.name not in _CODES:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
+
+import msgspec
 
 from ..core.box import Box, cut_flat_range, whole
 from ..core.cached import cached_property
@@ -37,7 +41,7 @@ CONVERTED_BYTES = 4 << 20  # as stored; of what is converted there are several c
 _PAGE = 4096  # windows start at pages, if they can, so that they can be written past the page cache
 
 
-class StoredPart(NamedTuple):
+class StoredPart(msgspec.Struct, frozen=True, gc=False):
     """A box of a stored tensor that is a box of one of the export.
 
     Attributes:
@@ -51,9 +55,8 @@ class StoredPart(NamedTuple):
     part: Part | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExportTensor:
-    """A whole tensor, or what else is stored like one, as it is written to a file.
+class ExportTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A whole tensor, or what else is stored like one, as it is written to a file. There may be very many.
 
     Attributes:
         path: Its path in the nested state_dict that is exported.
@@ -121,7 +124,7 @@ class ExportFile:
         """Its size in bytes."""
         if self.own is not None:
             return self.own.size
-        return sum(part.nbytes if isinstance(part, ExportTensor) else len(part) for part in self.parts)
+        return sum(map(_size_of, self.parts))
 
 
 class PieceSource(NamedTuple):
@@ -140,28 +143,35 @@ class PieceSource(NamedTuple):
     part: Part | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExportPiece:
+class ExportPiece(NamedTuple):
     """A box of a tensor that stands at one stretch of bytes of a window.
 
     Attributes:
         start: Where, counted from the window's first byte.
         tensor: The tensor.
+        number: Its number among the parts of the file.
         box: Which part of it.
     """
 
     start: int
     tensor: ExportTensor
+    number: int
     box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return self.box.size * self.tensor.dtype.itemsize
 
     @property
     def stop(self) -> int:
         """Where its bytes end."""
-        return self.start + self.box.size * self.tensor.dtype.itemsize
+        return self.start + self.nbytes
 
     def sources(self) -> Iterator[PieceSource]:
         """What it is read from; what is converted in boxes of some megabytes."""
-        for row, dtype, part in self.tensor.parts:
+        for stored in self.tensor.parts:
+            row, dtype, part = stored.row, stored.dtype, stored.part
             box, mine = self.box, None
             if part is not None:
                 mine = part.within(self.box)
@@ -179,32 +189,65 @@ class ExportPiece:
                     yield PieceSource(row, dtype, there, mine.of_box(there))
 
 
-@dataclass(slots=True, eq=False)
-class ExportWindow:
-    """Consecutive bytes of a file.
+class ExportWindow(NamedTuple):
+    """Consecutive bytes of a file. There are objects for what is in it only while somebody looks at them.
 
     Attributes:
+        parts: What the file is made of.
+        sizes: How many bytes each of the parts has.
         start: The number of its first byte in the file.
-        nbytes: How many there are.
-        known: Bytes that are known, with where they start in the window.
-        pieces: Parts of tensors.
+        stop: Where it ends.
+        first: The number of the part that it begins with.
+        skipped: How many bytes of that part stand before it.
     """
 
+    parts: Sequence[bytes | ExportTensor]
+    sizes: Sequence[int]
     start: int
-    nbytes: int = 0
-    known: list[tuple[int, bytes]] = field(default_factory=list)
-    pieces: list[ExportPiece] = field(default_factory=list)
+    stop: int
+    first: int
+    skipped: int
 
-    def add(self, part: bytes | ExportTensor, span: range) -> None:
-        """Add some more bytes behind those that it has: a span of the bytes of a part."""
-        if isinstance(part, ExportTensor):
-            item, start = part.dtype.itemsize, self.nbytes
-            for box in cut_flat_range(part.shape, span.start // item, span.stop // item):
-                self.pieces.append(ExportPiece(start, part, box))
-                start = self.pieces[-1].stop
-        else:
-            self.known.append((self.nbytes, part[span.start : span.stop]))
-        self.nbytes += len(span)
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return self.stop - self.start
+
+    @property
+    def known(self) -> Iterator[tuple[int, memoryview]]:
+        """Bytes that are known, with where they start in the window."""
+        for start, number, span in self._spans():
+            part = self.parts[number]
+            data = part.data if isinstance(part, ExportTensor) else part
+            if data is not None:
+                yield start, memoryview(data)[span.start : span.stop]
+
+    @property
+    def pieces(self) -> Iterator[ExportPiece]:
+        """Parts of tensors."""
+        for start, number, span in self._spans():
+            part = self.parts[number]
+            if isinstance(part, ExportTensor):
+                if len(span) == self.sizes[number]:
+                    yield ExportPiece(start, part, number, whole(part.shape))
+                    continue
+                item = part.dtype.itemsize
+                for box in cut_flat_range(part.shape, span.start // item, span.stop // item):
+                    yield ExportPiece(start, part, number, box)
+                    start += box.size * item
+
+    def _spans(self) -> Iterator[tuple[int, int, range]]:
+        """Where in the window bytes of a part stand, the part's number, and which of its bytes they are."""
+        at, skipped, number, nbytes = 0, self.skipped, self.first, self.nbytes
+        while at < nbytes:
+            take = min(self.sizes[number] - skipped, nbytes - at)
+            if take:
+                yield at, number, range(skipped, skipped + take)
+            at, skipped, number = at + take, 0, number + 1
+
+
+def _size_of(part: bytes | ExportTensor) -> int:
+    return part.nbytes if isinstance(part, ExportTensor) else len(part)
 
 
 def cut_in_windows(file: ExportFile, most: int = WINDOW_BYTES, most_turned: int = _TURNED_BYTES) -> list[ExportWindow]:
@@ -215,10 +258,11 @@ def cut_in_windows(file: ExportFile, most: int = WINDOW_BYTES, most_turned: int 
         most: The most bytes of a window: a multiple of a page, and more than an item has.
         most_turned: The same for those of a transposed tensor, if it has more than there is room for in a window.
     """
-    windows = [ExportWindow(0)]
+    sizes = array("q", map(_size_of, file.parts))
+    edges = [(0, 0, 0)]  # byte of the file, part, byte of the part
     at, limit = 0, most
-    for part in file.parts:
-        size, item = (part.nbytes, part.dtype.itemsize) if isinstance(part, ExportTensor) else (len(part), 1)
+    for number, part in enumerate(file.parts):
+        size, item = sizes[number], part.dtype.itemsize if isinstance(part, ExportTensor) else 1
         has_own = isinstance(part, ExportTensor) and size > limit - at and part.is_turned
         room = most_turned if has_own else most
         limit = at if has_own else limit
@@ -226,13 +270,16 @@ def cut_in_windows(file: ExportFile, most: int = WINDOW_BYTES, most_turned: int 
         while done < size:
             take = min(size - done, limit - at) // item * item
             if not take:
-                windows.append(ExportWindow(at))
+                edges.append((at, number, done))
                 limit = (at + room) // _PAGE * _PAGE
                 limit = limit if limit - at >= item else at + room
                 continue
-            windows[-1].add(part, range(done, done + take))
             done, at = done + take, at + take
         limit = at if has_own else limit
+    windows = [
+        ExportWindow(file.parts, sizes, start, stop, first, skipped)
+        for (start, first, skipped), (stop, _, _) in itertools.pairwise([*edges, (at, 0, 0)])
+    ]
     return [window for window in windows if window.nbytes]
 
 

@@ -6,7 +6,7 @@ transformers' ``save_pretrained``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -55,14 +55,24 @@ def plan_safetensors(tensors: Sequence[ExportTensor], most: int, stem: str, of_t
 def _file(name: str, tensors: Sequence[ExportTensor], of_torch: bool) -> ExportFile:
     # The larger items first, as the safetensors library does it, so that each tensor is aligned to its items.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.key))
-    records: dict[str, object] = {_RESERVED: _METADATA} if of_torch else {}
-    at = 0
+    header, at = bytearray(8), 0
+    if of_torch:
+        _add_record(header, _RESERVED, _METADATA)
     for tensor in ordered:
         offsets = (at, at + tensor.nbytes)
-        records[tensor.key] = {"dtype": tensor.dtype.safetensors, "shape": tensor.shape, "data_offsets": offsets}
+        record = {"dtype": tensor.dtype.safetensors, "shape": tensor.shape, "data_offsets": offsets}
+        _add_record(header, tensor.key, record)
         at = offsets[1]
-    text = msgspec.json.encode(records)
-    length = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT - 8
+    header += b"}" if len(header) > 8 else b"{}"
+    header = header.ljust(-(-len(header) // _ALIGNMENT) * _ALIGNMENT)
+    length = len(header) - 8
     if length > _MAX_HEADER_BYTES:
         raise UnsupportedValueError(f"{name} needs a header of {length} bytes; {_MAX_HEADER_BYTES} are possible")
-    return ExportFile(name, [length.to_bytes(8, "little") + text.ljust(length), *ordered])
+    header[:8] = length.to_bytes(8, "little")
+    return ExportFile(name, [bytes(header), *ordered])
+
+
+def _add_record(header: bytearray, key: str, record: Mapping[str, object]) -> None:
+    """One more item of the object that a header is, in JSON, so that there are never objects for all of them."""
+    header += b"," if len(header) > 8 else b"{"
+    header += msgspec.json.encode(key) + b":" + msgspec.json.encode(record)

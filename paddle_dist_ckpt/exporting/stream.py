@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
-from ..core.box import flat_range
+from ..core.box import Box, flat_range
 from ..core.buffers import Buffers
 from ..core.dtypes import cast_array
 from ..core.garbage import no_collections
@@ -29,6 +30,7 @@ from .plan import CONVERTED_BYTES, WINDOW_BYTES, ExportFile, ExportPiece, Export
 
 __all__ = ["write_files"]
 
+_TOGETHER = 1 << 13  # pieces for which there are objects at a time
 _ZEROS = memoryview(bytes(WINDOW_BYTES))  # of which nobody has memory until it is read, and then of one page
 
 
@@ -73,20 +75,21 @@ def write_files(
         UnsupportedValueError: a finite value cannot be held by the element type that it is converted to.
         OSError: reading or writing failed.
     """
+    rows, boxes, shared = array("q"), list[Box](), dict[Box, Box]()
+    cut: list[list[_Window]] = []
     with no_collections():
-        cut = [cut_in_windows(file) for file in files]
-        pieces = [piece for windows in cut for window in windows for piece in window.pieces]
-        pairs = ((piece, source) for piece in pieces for source in piece.sources())
-        reads = [_Read(number, piece, source) for number, (piece, source) in enumerate(pairs)]
-        of_piece: dict[int, list[_Read]] = {id(piece): [] for piece in pieces}
-        for read in reads:
-            of_piece[id(read.piece)].append(read)
+        for file in files:
+            cut.append([])
+            for window in cut_in_windows(file):
+                cut[-1].append(_Window(window, len(rows)))
+                for read in cut[-1][-1].reads():
+                    rows.append(read.source.row)
+                    boxes.append(shared.setdefault(read.source.box, read.source.box))  # of very many, most are alike
     buffers = Buffers(threads)
     written: list[FileInfo] = []
-    rows, boxes = [read.source.row for read in reads], [read.source.box for read in reads]
     with BoxReader(source, metadata, rows, boxes) as reader:
         for file, windows in zip(files, cut, strict=True):
-            content = _Content(file, windows, reader, of_piece, buffers, progress)
+            content = _Content(windows, reader, buffers, progress)
             if file.own is None:
                 out = target.create(file.name)
                 with closing(out):
@@ -102,14 +105,25 @@ def write_files(
     return written
 
 
+class _Window(NamedTuple):
+    """A window of a file, and the number of the first box that is read for it among the reader's."""
+
+    window: ExportWindow
+    first: int
+
+    def reads(self) -> Iterator[_Read]:
+        """What is read for it, in order."""
+        pairs = ((piece, source) for piece in self.window.pieces for source in piece.sources())
+        for number, (piece, source) in enumerate(pairs, self.first):
+            yield _Read(number, piece, source)
+
+
 class _Content:
     """The windows of a file, read from a checkpoint.
 
     Args:
-        file: The file.
-        cut: Its windows.
+        cut: The windows.
         reader: Reads what is stored in the checkpoint.
-        reads: What is read for each piece, by the piece's ``id``.
         buffers: One for each thread.
         progress: Told of holes that are not written, and by :meth:`tasks` of what is.
 
@@ -118,22 +132,15 @@ class _Content:
     """
 
     def __init__(
-        self,
-        file: ExportFile,
-        cut: Sequence[ExportWindow],
-        reader: BoxReader,
-        reads: Mapping[int, Sequence[_Read]],
-        buffers: Buffers,
-        progress: Callable[[int], None],
+        self, cut: Sequence[_Window], reader: BoxReader, buffers: Buffers, progress: Callable[[int], None]
     ) -> None:
-        self._cut, self._reader, self._reads, self._buffers, self._progress = cut, reader, reads, buffers, progress
-        self._entries = {id(part): i for i, part in enumerate(file.parts)}
+        self._cut, self._reader, self._buffers, self._progress = cut, reader, buffers, progress
         self.keeps_holes = False
 
     def tasks(self, out: WritableFile) -> Iterator[Callable[[], None]]:
         """Tasks that write it, one window each."""
 
-        def write(window: ExportWindow) -> None:
+        def write(window: _Window) -> None:
             with self._filled(window, None) as (start, data):
                 write_window(out, data, start, self.keeps_holes)
             self._progress(len(data))
@@ -141,12 +148,9 @@ class _Content:
         for window in self._cut:
             yield functools.partial(write, window)
 
-    def _is_hole(self, window: ExportWindow) -> bool:
+    def _is_hole(self, cut: _Window) -> bool:
         """Whether all of a window is zeros that are nowhere on the disk; they are zeros in any type."""
-        return not window.known and all(
-            piece.tensor.data is None and all(self._reader.is_hole(read.number) for read in self._reads[id(piece)])
-            for piece in window.pieces
-        )
+        return not any(cut.window.known) and all(self._reader.is_hole(read.number) for read in cut.reads())
 
     def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
         """As :class:`FileSave` wants it: all windows, hashed."""
@@ -154,50 +158,44 @@ class _Content:
             yield self._filled(window, hashes)
 
     @contextmanager
-    def _filled(self, window: ExportWindow, hashes: BlockHashes | None) -> Iterator[tuple[int, Bytes1D]]:
+    def _filled(self, cut: _Window, hashes: BlockHashes | None) -> Iterator[tuple[int, Bytes1D]]:
         """The bytes of a window, hashed if that is wanted; none for a hole that need not be written."""
-        if self.keeps_holes and self._is_hole(window):
+        window = cut.window
+        if self.keeps_holes and self._is_hole(cut):
             if hashes is not None:
                 for piece in window.pieces:
-                    entry, start, nbytes = self._entries[id(piece.tensor)], _start_of(piece), piece.stop - piece.start
-                    for done in range(0, nbytes, len(_ZEROS)):
-                        hashes.add(entry, start + done, _ZEROS[: nbytes - done])
+                    for done in range(0, piece.nbytes, len(_ZEROS)):
+                        hashes.add(piece.number, _start_of(piece) + done, _ZEROS[: piece.nbytes - done])
             self._progress(window.nbytes)
             yield window.start, np.zeros(0, np.uint8)
             return
         with self._buffers.borrow(window.nbytes) as buffer:
             for start, data in window.known:
                 buffer[start : start + len(data)] = np.frombuffer(data, np.uint8)
-            for reads in _read_together([read for piece in window.pieces for read in self._reads[id(piece)]]):
+            for reads in _some_at_a_time(cut.reads()):
                 targets = [_target(read, buffer) for read in reads]
                 self._reader.read([read.number for read in reads], targets)
                 for read, items in zip(reads, targets, strict=True):
                     if read.is_converted:
                         _convert(read, items, buffer)
                 del targets
-            for piece in window.pieces:
-                if piece.tensor.data is not None:
-                    given = np.frombuffer(piece.tensor.data, np.uint8)[piece.box.slices]
-                    buffer[piece.start : piece.stop] = given
-                if hashes is not None:
-                    part = buffer[piece.start : piece.stop].data
-                    hashes.add(self._entries[id(piece.tensor)], _start_of(piece), part)
+            if hashes is not None:
+                for piece in window.pieces:
+                    hashes.add(piece.number, _start_of(piece), buffer[piece.start : piece.stop].data)
             yield window.start, buffer
 
 
-def _read_together(reads: Sequence[_Read]) -> Iterator[list[_Read]]:
-    """What stays as it is, and then what is converted, some at a time."""
-    yield [read for read in reads if not read.is_converted]
+def _some_at_a_time(reads: Iterator[_Read]) -> Iterator[list[_Read]]:
+    """So few at a time that what there is of each takes little memory, and so do copies of what is converted."""
     some: list[_Read] = []
     nbytes = 0
     for read in reads:
-        if read.is_converted:
-            size = read.source.box.size * read.source.dtype.itemsize
-            if some and nbytes + size > CONVERTED_BYTES:
-                yield some
-                some, nbytes = [], 0
-            some.append(read)
-            nbytes += size
+        size = read.source.box.size * read.source.dtype.itemsize if read.is_converted else 0
+        if len(some) == _TOGETHER or (some and nbytes + size > CONVERTED_BYTES):
+            yield some
+            some, nbytes = [], 0
+        some.append(read)
+        nbytes += size
     yield some
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "VERSION",
     "Note",
     "check_block_bytes",
+    "checked_cost",
     "decode_head",
     "decode_metadata",
     "decode_note",
@@ -124,10 +125,7 @@ def encode_metadata(metadata: Metadata, value_cost: int = 0) -> bytes:
     Raises:
         UnsupportedValueError: its values are so many and so small that it would be refused.
     """
-    same = save_members(metadata) | {"user_metadata": metadata.user_tree, "files": metadata.files}
-    table, values = _encoded(metadata.table), metadata.value_records
-    tensors: Any = msgspec.Raw(table.json)
-    body = msgspec.json.encode(_Body(**same, tensors=tensors, values=values, times=metadata.times))
+    table, body = _encoded(metadata.table), _body_of(metadata)
     nbytes = len(body) + sum(info.size for info in metadata.files)
     at_most = len(body) + table.cost + 2 * MOST_COST * (len(body) - len(table.json))
     if is_too_much(value_cost + at_most, nbytes):  # otherwise it is not looked at all of it in each save
@@ -137,6 +135,24 @@ def encode_metadata(metadata: Metadata, value_cost: int = 0) -> bytes:
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
     at = blank.index(b"\n") - len(NO_DIGEST) - 2
     return blank[:at] + digest_around(blank, at).encode() + blank[at + len(NO_DIGEST) :]
+
+
+def checked_cost(metadata: Metadata) -> int:
+    """What the values of a `.metadata` will take that is to be written (:attr:`Metadata.cost`).
+
+    Raises:
+        CheckpointCorruptedError: its paths contradict each other, so that nobody could read it.
+    """
+    check_leaves([*metadata.table.paths, *(path for path, _ in metadata.value_records)])
+    body = _body_of(metadata)
+    return record_cost(body) - len(body)
+
+
+def _body_of(metadata: Metadata) -> bytes:
+    """The second line."""
+    same = save_members(metadata) | {"user_metadata": metadata.user_tree, "files": metadata.files}
+    tensors: Any = msgspec.Raw(_encoded(metadata.table).json)
+    return msgspec.json.encode(_Body(**same, tensors=tensors, values=metadata.value_records, times=metadata.times))
 
 
 def digest_around(data: bytes | bytearray | memoryview, at: int) -> str:

@@ -28,6 +28,7 @@ from ..core.cached import cached_property
 from ..core.columns import IntArray, edges_of
 from ..core.decoding import decoding, finite_float
 from ..core.dtypes import DType
+from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
 from .codec import NO_DIGEST, VERSION, check_block_bytes, digest_around
@@ -54,6 +55,7 @@ __all__ = [
 FORMAT = "paddle_dist_ckpt.data"
 PART_HEADER_BYTES = 60 << 20
 _ALIGNMENT = 4096
+_TOGETHER = 1 << 12  # entries for which there are objects at a time
 _HASHES_AT = DIGEST_AT + len(NO_DIGEST) + len('","hashes":"')
 Hashes = npt.NDArray[np.uint64]
 
@@ -108,7 +110,7 @@ class FileTable:
     @property
     def nbytes(self) -> int:
         """Size of the data section."""
-        return self.offsets[-1]
+        return int(self.starts[-1])
 
     @cached_property
     def first_block(self) -> IntArray:
@@ -123,13 +125,18 @@ class FileTable:
     @cached_property
     def text(self) -> bytes:
         """The entries in JSON, without the braces around them."""
-        records = {}
         codes = [(kind.dtype.safetensors, _stored_shape(kind)) for kind in self.kinds]
-        offsets = self.offsets
-        for i, (name, kind) in enumerate(zip(self.names, self.kind.tolist(), strict=True)):
-            code, shape = codes[kind]
-            records[name] = _EntryRecord(code, shape, (offsets[i], offsets[i + 1]))
-        return msgspec.json.encode(records)[1:-1]
+
+        def some(first: int) -> bytes:
+            few = slice(first, first + _TOGETHER)
+            spans = itertools.pairwise(self.starts[first : first + _TOGETHER + 1].tolist())
+            records = {}
+            for name, kind, span in zip(self.names[few], self.kind[few].tolist(), spans, strict=True):
+                code, shape = codes[kind]
+                records[name] = _EntryRecord(code, shape, span)
+            return msgspec.json.encode(records)[1:-1]
+
+        return b",".join(map(some, range(0, len(self.names), _TOGETHER)))
 
 
 def _stored_shape(kind: EntryKind) -> tuple[int, ...]:
@@ -221,14 +228,19 @@ class FileLayout:
             )
         self.table, self.size = table, self.data_start + table.nbytes
 
-    def header(self, hashes: Hashes) -> bytearray:
-        """The header with the blocks' digests in it; also the part of the file before the first entry."""
-        head, padding = self._head, b" " * (self.data_start - self._nbytes)
-        text = base64.b64encode(hashes.astype("<u8").tobytes())
-        header = bytearray().join([head[:_HASHES_AT], text, head[_HASHES_AT:], *self._tail, padding])
-        header[:8] = (self.data_start - 8).to_bytes(8, "little")
-        header[DIGEST_AT : DIGEST_AT + len(NO_DIGEST)] = header_digest(header).encode()
-        return header
+    def fill_header(self, header: Bytes1D, hashes: Hashes) -> str:
+        """Write the header, with the blocks' digests in it, into memory for the part of the file before the first
+        entry, ``[data_start]``; returns the header's own digest."""
+        digests, at = base64.b64encode(hashes.astype("<u8").tobytes()), 0
+        for part in (self._head[:_HASHES_AT], digests, self._head[_HASHES_AT:], *self._tail):
+            header[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            at += len(part)
+        header[at:] = ord(" ")
+        text = header.data
+        text[:8] = (self.data_start - 8).to_bytes(8, "little")
+        digest = header_digest(text)
+        text[DIGEST_AT : DIGEST_AT + len(NO_DIGEST)] = digest.encode()
+        return digest
 
 
 def header_digest(header: bytes | bytearray | memoryview) -> str:

@@ -23,7 +23,7 @@ from ..storage.base import Storage, WritableFile
 from ..storage.capabilities import extended
 from .block_hashes import BlockHashes
 from .contents import WINDOW_BYTES, Contents, SnapshotContents, TensorContents, Window
-from .datafile import DataFileInfo, FileLayout, FileTable, header_digest
+from .datafile import DataFileInfo, FileLayout, FileTable
 from .metadata import FileInfo
 
 __all__ = ["FileSave", "bytes_ahead", "write_window"]
@@ -98,14 +98,13 @@ class FileSave:
         span, contents = self._left
         progress(span.start)
         file = self._write(span, contents, threads, check, progress)
-        header = self._layout.header(self._hashes.values)
-        with Buffers(1).borrow(len(header)) as buffer:
-            buffer[:] = np.frombuffer(header, np.uint8)
-            file.write(buffer, 0)
+        with Buffers(1).borrow(self._layout.data_start) as header:
+            digest = self._layout.fill_header(header, self._hashes.values)
+            file.write(header, 0)
         # IMPORTANT: the file is durable before this rank reports it, and so before it can be committed.
         file.sync()
         self.close()
-        return FileInfo(self.name, self._layout.size, header_digest(header))
+        return FileInfo(self.name, self._layout.size, digest)
 
     def _write(self, span: range, contents: Contents, threads: int, check: Check, progress: Progress) -> WritableFile:
         """Write a part of the data section, which starts at a window and ends at one or at the end."""
