@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from ..control.ranks import Ranks
 from ..control.session import Ending
@@ -50,6 +50,7 @@ from .steps import NOTE, Steps
 __all__ = ["CheckpointManager"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+_SAVE = "CheckpointManager.save"  # what the session of a save is called
 _ALONE = (
     "the ranks of a manager restore together, so LoadOptions(no_dist=True) has no effect; load_state_dict(state, "
     "path, options=...) of a step's folder loads on one rank alone"
@@ -135,7 +136,8 @@ class CheckpointManager:
             if save_on_sigterm and threading.current_thread() is not threading.main_thread():
                 raise ValueError("a manager with save_on_sigterm can only be made on the main thread")
             self._steps = SharedSteps(root, self._retention, self._options, self._ranks.rank)
-            name = agree(session, {**arguments, "async_save": async_save}, root.name)
+            told = {**arguments, "best": self._retention.best, "async_save": async_save}
+            name = agree(session, told, root.name)
             if (idle := self._retention.idle) and session.rank == session.coordinator:
                 _logger.warning("%s: without keep_last every step is kept, with or without %s", root, idle)
         self._schedule = Schedule(
@@ -195,15 +197,14 @@ class CheckpointManager:
             CheckpointError: see save_state_dict. Also the failure of an earlier background save whose result nobody has
                 asked for; but not when :attr:`stopping`.
         """
-        if self._closed:
-            raise CheckpointError("the manager is closed")
         try:
             step = checked_step(step)
         except ValueError as error:
             if force or self._schedule.is_due_about(step):  # the other ranks save, and wait for this one
-                refuse(self._ranks, self._options, error, save_kind(self._async_save))
+                self._refuse(error)
             raise
         if not self.should_save(step) and not force:
+            self._check_open()  # here, for the other ranks make no call
             if self._pending is not None and self._pending[0] == step:
                 _logger.info(
                     "a save of step %d was begun just now; wait() tells how it ends, force=True repeats it", step
@@ -216,7 +217,7 @@ class CheckpointManager:
         try:
             find, options = self._what_to_save(step, state, metrics)
             folder, after = self._steps.known.folder(step), self._steps.after_save(step)
-            saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)
+            saved = save_with(self._ranks, find, folder, step, self._async_save, options, after, kind=_SAVE)
         except DurabilityUnknownError:  # it is there, and counts
             self._steps.is_behind = False
             self._has_saved(step)
@@ -234,11 +235,20 @@ class CheckpointManager:
     ) -> tuple[Find, SaveOptions]:
         """What finds the state, and has looked for the root before, and the options that have the step's metrics."""
         try:
+            self._check_open()
             note = {"step": step, "metrics": checked_metrics(metrics)}
         except Exception as error:
-            refuse(self._ranks, self._options, error, save_kind(self._async_save))
+            self._refuse(error)
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
         return paddles(self._ranks, state, check=self._steps.check_same), options
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError("the manager is closed")
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raise what is wrong with this rank's call on all ranks, which save."""
+        refuse(self._ranks, self._options, error, save_kind(self._async_save, _SAVE))
 
     def _has_saved(self, step: int) -> None:
         self._steps.meet(step)

@@ -1239,6 +1239,21 @@ def test_bad_metrics_of_one_rank_are_an_error_on_every_rank_and_the_next_save_is
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+def test_all_ranks_hear_of_a_save_by_a_manager_that_is_closed_on_one(
+    pool: RankPool, tmp_path: Path, victim: int
+) -> None:
+    """But not where the step is not due, for they make no call then."""
+    due = [False, False, True, True, True, False]
+    for rank, (outcomes, steps) in enumerate(pool.run(cases.closed_on_one_rank, str(tmp_path), 3, victim, ranks=3)):
+        for outcome, together in zip(outcomes, due, strict=True):
+            assert ("the manager is closed" in outcome.message) == (together or rank == victim)
+            assert outcome.result is None
+            assert ("CheckpointManager.save" in outcome.message) == (together and rank != victim)
+            assert outcome.seconds < 10
+        assert steps == [2]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
 def test_all_ranks_make_the_save_after_one_that_was_interrupted_on_one(
     pool: RankPool, tmp_path: Path, victim: int
 ) -> None:
