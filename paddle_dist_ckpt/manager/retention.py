@@ -21,7 +21,7 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which steps are kept: see :class:`paddle_dist_ckpt.CheckpointManager`."""
+    """Which steps are kept: see :class:`paddle_dist_ckpt.CheckpointManager`. What is made has a count in ``best``."""
 
     keep_last: int | None
     keep_every: int | None
@@ -37,6 +37,7 @@ class Retention:
         if not isinstance(name, str) or mode not in ("min", "max") or (as_integer(count) or 0) < 1:
             allowed = "a tuple such as ('loss', 'min') or ('score', 'max', 3)"
             raise ValueError(f"best must be None or {allowed}, not {best!r}")
+        object.__setattr__(self, "best", (str(name), str(mode), as_integer(count)))
 
     @property
     def idle(self) -> str:
@@ -77,9 +78,10 @@ class Retention:
     def best_of(self, metrics: Mapping[int, Metrics]) -> list[int]:
         """The best steps, the best one first and the later one of equals; none if there is no metric, or no step has
         it."""
-        if self.best is None:
+        best: Any = self.best
+        if best is None:
             return []
-        name, mode, count = (*self.best, 1)[:3]
+        name, mode, count = best
         sign = -1.0 if mode == "min" else 1.0
         values = {step: sign * found[name] for step, found in metrics.items() if name in found}
         known = {step: value for step, value in values.items() if not math.isnan(value)}

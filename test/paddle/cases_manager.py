@@ -170,10 +170,11 @@ def differing_arguments(root: str, ranks: int) -> Outcome:
 
 
 def numpys_arguments(root: str, ranks: int) -> list[int]:
-    """Make managers of numbers that are Python's on one rank and numpy's on the others, as if they had been told."""
+    """Make managers of what is Python's on one rank and numpy's on the others, as if they had been told."""
     kind = np.int64 if dist.get_rank() else int
     seconds = np.float64(0.5) if dist.get_rank() else 0.5
-    given = {"keep_last": kind(2), "save_interval_steps": kind(3), "save_interval_seconds": seconds}
+    best = (np.str_("loss"), "min", np.int8(1)) if dist.get_rank() else ("loss", "min")
+    given = {"keep_last": kind(2), "save_interval_steps": kind(3), "save_interval_seconds": seconds, "best": best}
     return manager(root, ranks, **given, coordinator_rank=kind(1)).all_steps()
 
 
@@ -236,6 +237,19 @@ def bad_metrics_on_one_rank(root: str, ranks: int) -> tuple[list[Outcome], list[
             else:
                 assert outcome.error is None, outcome
         return refused, steps.all_steps()
+
+
+def closed_on_one_rank(root: str, ranks: int, victim: int) -> tuple[list[Outcome], list[int]]:
+    """One rank has closed the manager: what becomes of steps that are not due, due, due again, and saved by force."""
+    with manager(root, ranks, save_interval_steps=2) as steps:
+        steps.save(2, state(ranks, 2))
+        steps.wait()
+        if dist.get_rank() == victim:
+            steps.close()
+        outcomes = []
+        for step, force in ((2, False), (3, False), (4, False), (4, False), (5, True), (5, False)):
+            outcomes.append(outcome_of(lambda at=step, forced=force: steps.save(at, state(ranks, at), force=forced)))
+        return outcomes, steps.all_steps()
 
 
 def interrupted_as_it_begins(root: str, ranks: int, victim: int) -> tuple[str | None, list[int]]:
