@@ -35,6 +35,10 @@ def report(
     from ..report.report import report as write_report
 
     alone_only("report")
+    if out == "-":
+        raise typer.BadParameter(
+            "the page is written to a file, not to stdout; ./- is one of that name", param_hint="--out"
+        )
     page = write_report(path, out, unique_id)
     size = page.stat().st_size
     if json:

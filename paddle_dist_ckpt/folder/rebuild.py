@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import NamedTuple
 
@@ -50,16 +50,16 @@ class _DataFile(NamedTuple):
 
 def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metadata:
     """See :func:`paddle_dist_ckpt.rebuild_metadata`."""
-    found, refused = _complete_saves(storage, save)
+    saves = _uncommitted(storage)
+    found, refused = _complete_saves(storage, {name: files for name, files in saves.items() if save in (None, name)})
     if not found:
+        which = "" if save is None else f" {save!r}"
         reasons = "\n".join(f"  save {name}: {reason}" for name, reason in refused.items())
-        ids = metadata_ids(storage)
-        there = f"there is one with each of these ids: {numbers_text(ids)}" if ids else ""
-        managers = "" if reasons else managers_text(storage) or there
+        there = "" if reasons else _there_text(storage, saves)
         raise CheckpointNotFoundError(
             no_folder_text(storage)
-            or f"{storage.location} has no complete save without a .metadata{':' if reasons else ''}"
-            + (f"; {managers}" if managers else f"\n{reasons}".rstrip())
+            or f"{storage.location} has no complete save{which} without a .metadata{':' if reasons else ''}"
+            + (f"; {there}" if there else f"\n{reasons}".rstrip())
         )
     if len(found) > 1:
         raise CheckpointError(
@@ -78,6 +78,14 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
         raise CheckpointCorruptedError("the data files cannot be trusted:\n" + "\n".join(problems[:50]))
     _publish(storage, metadata, data)
     return metadata
+
+
+def _there_text(storage: Storage, saves: Collection[str]) -> str:
+    """What there is in place of the save that is to be rebuilt."""
+    if saves:
+        return f"there are files of save {', '.join(itertools.islice(saves, 10))}{', ...' if len(saves) > 10 else ''}"
+    ids = metadata_ids(storage)
+    return managers_text(storage) or (f"there is one with each of these ids: {numbers_text(ids)}" if ids else "")
 
 
 def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
@@ -116,19 +124,26 @@ def _check_there(storage: Storage, metadata: Metadata, doomed: Collection[str]) 
         raise CheckpointError(f"{storage.location}: save {metadata.save_id} has been removed meanwhile")
 
 
-def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[_DataFile]], dict[str, str]]:
-    """The saves of which every file is there and no `.metadata` names them; and why others are not among them."""
+def _uncommitted(storage: Storage) -> dict[str, list[str]]:
+    """The names of data files, by saves that no `.metadata` names."""
     committed = _committed(storage)
-    names: dict[str, list[str]] = {}
+    saves: dict[str, list[str]] = {}
     for name in storage.names():
         parsed = parse_data_file(name)
-        if parsed is not None and parsed.save_id not in committed and save in (None, parsed.save_id):
-            names.setdefault(parsed.save_id, []).append(name)
+        if parsed is not None and parsed.save_id not in committed:
+            saves.setdefault(parsed.save_id, []).append(name)
+    return dict(sorted(saves.items()))
+
+
+def _complete_saves(
+    storage: Storage, saves: Mapping[str, list[str]]
+) -> tuple[dict[str, list[_DataFile]], dict[str, str]]:
+    """The saves of which every file is there; and why others are not among them."""
     complete: dict[str, list[_DataFile]] = {}
     refused: dict[str, str] = {}
     claimed = claimed_saves(storage)
-    room = Room(lambda: sum(bytes_on_disk(storage, save_id) for save_id in names))
-    for save_id, files in sorted(names.items()):
+    room = Room(lambda: sum(bytes_on_disk(storage, save_id) for save_id in saves))
+    for save_id, files in saves.items():
         if save_id in claimed:
             refused[save_id] = (
                 f"the claim {claimed[save_id]} says that it is being written, or to be removed; "

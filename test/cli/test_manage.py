@@ -422,6 +422,14 @@ def test_a_report_that_cannot_be_written_names_the_page(tmp_path: Path) -> None:
     assert fails("report", tmp_path / "ckpt", "-o", page) == f"error: No such file or directory: {page}\n"
 
 
+def test_a_report_is_not_taken_to_be_asked_for_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path / "ckpt", {"w": make_array((4, 5))})
+    monkeypatch.chdir(tmp_path)
+    assert "a file, not to stdout" in fails("report", "ckpt", "-o", "-")
+    assert not Path("-").exists()
+    assert run("report", "ckpt", "-o", "./-").startswith("-: ")
+
+
 def test_a_report_does_not_replace_what_appears_while_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,13 +217,18 @@ def test_two_complete_saves_must_be_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         rebuilt(tmp_path)
     assert all(name in str(error.value) for name in names)
+    there = ", ".join(sorted(names))
+    with pytest.raises(
+        CheckpointNotFoundError, match=f"save '0123' without a .metadata; there are files of save {there}$"
+    ):
+        rebuilt(tmp_path, "0123")
     assert list_checkpoints(tmp_path) == []
     found = {int(load_whole(tmp_path, rebuilt(tmp_path, name).unique_id)["w"][0]) for name in sorted(names)}
     assert found == {1, 2}
     assert list_checkpoints(tmp_path) == [0, 1], "the second one takes the next id"
     with pytest.raises(CheckpointNotFoundError):
         rebuilt(tmp_path)
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(CheckpointNotFoundError, match=r"save '0123456789abcdef' .* with each of these ids: 0, 1$"):
         rebuilt(tmp_path, "0123456789abcdef")
 
 
