@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import paddle
 import paddle.distributed as dist
-from paddle.base import framework
+from paddle.base import framework, unique_name
 from paddle.base.layer_helper import LayerHelper
 from paddle.distributed.auto_parallel import api
 
@@ -83,27 +83,43 @@ def make_accumulators(optimizer: Any, thawed: Collection[int] = ()) -> None:
                 for each in (groups if group is None else group["params"])
                 if (each.name in held) is is_held and _is_due(owner, each, thawed)
             ]
-            if parameters:
-                names = {each.name for each in parameters}
-                _unfinished.setdefault(owner, set()).update(names)
-                with nullcontext() if is_held else _nothing_held(owner):
-                    create(block, parameters if group is None else {**group, "params": parameters})
-                for parameter in parameters:
-                    if not isinstance(optimizer, paddle.optimizer.Optimizer):  # in Paddle 2.6, that of shard_optimizer
-                        optimizer._shard_accumulator(parameter)
-                    _distribute(owner, parameter)
-                _unfinished[owner] -= names
+            for parameter in parameters:
+                _unfinished.setdefault(owner, set()).add(parameter.name)
+                with _held_back(owner, held[parameter.name]) if is_held else _nothing_held(owner):
+                    create(block, [parameter] if group is None else {**group, "params": [parameter]})
+                if not isinstance(optimizer, paddle.optimizer.Optimizer):  # in Paddle 2.6, that of shard_optimizer
+                    optimizer._shard_accumulator(parameter)
+                _distribute(owner, parameter)
+                _unfinished[owner].remove(parameter.name)
     if masters:  # shard_optimizer replaces those that exist by new tensors
         owner._master_weights.update(masters)
     _name_accumulators(owner)
 
 
-def _names_in_held(optimizer: Any, parameters: Sequence[Any]) -> set[str]:
-    """The names of the parameters for which Paddle may hold back a state that was set."""
+def _names_in_held(optimizer: Any, parameters: Sequence[Any]) -> dict[str, list[str]]:
+    """Of each parameter for which Paddle holds back a state that was set, by name, the names of what it has of that."""
     names = {one.name for one in parameters}
-    held = getattr(optimizer, "_accumulators_holder", {})
-    ends = ((name, [end for end, letter in enumerate(name) if letter == "_"]) for name in held)
-    return {next((name[:end] for end in reversed(some) if name[:end] in names), "") for name, some in ends}
+    found = dict[str, list[str]]()
+    for name in getattr(optimizer, "_accumulators_holder", {}):
+        ends = (end for end in range(len(name) - 1, 0, -1) if name[end] == "_")
+        found.setdefault(next((name[:end] for end in ends if name[:end] in names), ""), []).append(name)
+    return found
+
+
+@contextmanager
+def _held_back(optimizer: Any, names: Collection[str]) -> Iterator[None]:
+    """Where making a parameter's accumulators fails midway, hold back again what Paddle took for one that is not there,
+    and give its number again, by which Paddle asks for it."""
+    held, numbers = optimizer._accumulators_holder, unique_name.generator.ids
+    before = [(name, held[name], start := name.rpartition("_")[0], numbers.get(start, 0)) for name in names]
+    try:
+        yield
+    except BaseException:
+        made = {one.name for accumulators in optimizer._accumulators.values() for one in accumulators.values()}
+        for name, value, start, number in before:
+            if name not in made:
+                held[name], numbers[start] = value, number
+        raise
 
 
 @contextmanager

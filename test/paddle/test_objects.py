@@ -15,6 +15,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 from paddle.amp.auto_cast import StateDictHook
+from paddle.base.layer_helper import LayerHelper
 
 from paddle_dist_ckpt import (
     CheckpointError,
@@ -333,6 +334,39 @@ def test_a_state_that_was_set_before_the_first_step_is_kept() -> None:
     fresh.set_state_dict({key[:-1] + "1": tensor for key, tensor in held.items()})
     state = optimizers.optimizer_state(fresh)
     assert_equal({key[:-1] + "0": value for key, value in values(state).items()}, values(held))
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_state_that_was_set_is_kept_where_making_them_failed(dtype: str, taken: bool) -> None:
+    """Paddle has numbered the next one before it fails, or taken what was set for it, too."""
+    layer, more = layer_of(None, dtype), {} if dtype == "float32" else {"multi_precision": True}
+
+    def fresh() -> Any:
+        return optimizer_for(layer, **more)
+
+    with paddle.utils.unique_name.guard():
+        held = {key: one.clone() for key, one in optimizers.optimizer_state(fresh()).items() if key != "master_weights"}
+    for number, tensor in enumerate(held.values()):
+        tensor.set_value(paddle.full_like(tensor, number + 2))
+    for made in range(8):
+        with paddle.utils.unique_name.guard():
+            optimizer, left = fresh(), iter(range(made))
+            optimizer.set_state_dict({key: tensor.clone() for key, tensor in held.items()})
+            name = "set_value" if taken else "create_global_variable"
+            whose: Any = paddle.Tensor if taken else LayerHelper
+            make = getattr(whose, name)
+
+            def make_some(*args: Any, left: Any = left, make: Any = make, **named: Any) -> Any:
+                if next(left, None) is None:
+                    raise MemoryError
+                return make(*args, **named)
+
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(whose, name, make_some)
+                optimizers.optimizer_state(optimizer)
+            state = optimizers.optimizer_state(optimizer)
+            assert_equal(values({key: state[key] for key in held}), values(held))
 
 
 @pytest.mark.parametrize("stepped", [False, True])
