@@ -46,7 +46,8 @@ def refusal_of(value: Any) -> str:
     advice = next((how for kinds, how in _ADVICE if isinstance(value, kinds)), "")
     if not advice and dataclasses.is_dataclass(value) and not isinstance(value, type):
         advice = "dataclasses.asdict(x)"
-    advice = next((_ADVICE_BY_NAME[one.__name__] for one in kind.__mro__ if one.__name__ in _ADVICE_BY_NAME), advice)
+    if not advice:
+        advice = next((_ADVICE_BY_NAME[one.__name__] for one in kind.__mro__ if one.__name__ in _ADVICE_BY_NAME), "")
     if not advice and hasattr(kind, "__array__"):
         advice = "numpy.asarray(x)"
     tensors = "" if hasattr(kind, "__array__") else "tensors, "  # one in what is a value as a whole

@@ -264,6 +264,7 @@ class Config:
         (Point(1), "tuple(x)"),
         (enum.IntEnum("Color", "RED")(1), "x.value"),
         (enum.Enum("Color", "RED")(1), "x.value"),
+        (enum.Enum("Metric", "LOSS")(1), "x.value"),
         ({1}, "sorted(x)"),
         (frozenset(), "sorted(x)"),
         (pathlib.Path("/x"), "str(x)"),
