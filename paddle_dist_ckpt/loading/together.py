@@ -25,8 +25,8 @@ def found_nowhere(by_rank: Iterable[Mapping[str, bool]]) -> list[str]:
 
 def keys_of(wanted: Iterable[WantedPaths]) -> set[str]:
     """The flat keys under which what ranks want would be stored."""
-    pairs = ((one.moved, path) for one in wanted for path in (*one.tensors, *one.values, *one.kept))
-    return {moved.get(path) or plain_key(path) for moved, path in pairs}
+    pairs = {(one.moved.get(path), path) for one in wanted for path in (*one.tensors, *one.values, *one.kept)}
+    return {moved or plain_key(path) for moved, path in pairs}  # of each once, for ranks mostly want the same
 
 
 def containers_in(wanted: Iterable[WantedPaths]) -> set[str]:
