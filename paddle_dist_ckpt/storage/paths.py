@@ -22,7 +22,7 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
         TypeError: it is no path, or one of bytes.
         ValueError: it is empty, has a zero byte in it or what the encoding of the process's file names does not have,
             as UTF-8 a half of a surrogate pair that stands for no byte, or is a URL rather than a path; or it begins
-            with ``~``, and there is no home folder.
+            with ``~`` or ``~user/``, and there is no home folder, or no such user.
         FileNotFoundError: it is relative, and the current folder has been removed.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
@@ -44,8 +44,12 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
             f"{'' if encoding == 'utf-8' else ': PYTHONUTF8=1 mends that'}"
         ) from error
     expanded = os.path.expanduser(text)
-    if expanded == text and text.partition("/")[0] == "~":
+    user, slash, _ = text.partition("/")
+    if expanded == text and user == "~":
         raise ValueError(f"{name} is {text!r}, and there is no home folder: HOME is not set, nor is the user known")
+    if expanded == text and user.startswith("~") and slash:  # "~name" alone is often a file's or a folder's
+        advice = "for a folder that is called so, pass an absolute path"
+        raise ValueError(f"{name} is {text!r}, and there is no user {user[1:]!r} here; {advice}")
     try:
         return _absolute(expanded)
     except FileNotFoundError as error:

@@ -77,6 +77,14 @@ def test_without_a_home_folder_there_is_no_place_that_a_tilde_names(monkeypatch:
     assert as_storage("~ck").location.endswith("/~ck")  # which may be called so
 
 
+def test_nothing_is_put_to_a_new_folder_for_a_user_who_is_not_there(tmp_path: Path) -> None:
+    """As in a container, whose current folder may go with it."""
+    with pytest.raises(ValueError, match=r"'~no-such-user/ck', and there is no user 'no-such-user' here; for a folder"):
+        as_storage("~no-such-user/ck")
+    assert as_storage(tmp_path / "~no-such-user" / "ck").location == f"{tmp_path}/~no-such-user/ck"
+    assert as_storage("~root/ck").location == os.path.expanduser("~root/ck")
+
+
 def test_a_path_of_bytes_is_refused_however_it_is_passed() -> None:
     class OfBytes:
         def __fspath__(self) -> bytes:
