@@ -109,8 +109,11 @@ class ValueAnswers:
         if of_scheduler and self._stored.looks_like_array(source) and (present == "none" or path in arrays):
             found.arrays.add(self._stored.index[source])
             is_array = True
+        is_tensor = source in self._stored.index and not self._stored.is_value(source)
         if present == "own":
             self._answer_own(path, source, found)
+        elif present == "bare" and not is_tensor and path in self._containers:
+            pass  # as on a rank without a part of what is there, whose empty list a save leaves out
         elif (
             (source in self._stored.values or is_apart) and present != "none" and (present in DICTS) != is_dict(stored)
         ):
@@ -119,11 +122,9 @@ class ValueAnswers:
             self._take(source, path, found)
         elif present == "none" or (present in ("list", "bare") and self._stored.is_list(source)) or is_apart:
             self._answer_subtree(path, source, found)
-        elif present == "bare" and source not in self._stored.index and path in self._containers:
-            pass  # as on a rank without a part of what is there, whose empty list a save leaves out
-        elif present == "empty" and source not in self._stored.index:
+        elif present == "empty" and not is_tensor:
             self._answer_empty(path, source, found)
-        elif present == "nothing" and source not in self._stored.index:
+        elif present == "nothing" and not is_tensor:
             self.without_tensors.add(source)
         elif present == "optional":
             found.skipped[path] = NOT_STORED

@@ -592,6 +592,22 @@ def test_an_empty_list_is_left_where_other_ranks_have_items(tmp_path: Path, bare
     assert "layers: the state_dict has a value" in str(error)
 
 
+@pytest.mark.parametrize("holder", [0, 1])
+@pytest.mark.parametrize("size", [1, 10_000], ids=["value", "entry"])
+@pytest.mark.parametrize("as_object", [True, False], ids=["object", "its state"])
+def test_an_empty_list_is_left_where_other_ranks_have_objects_of_values(
+    tmp_path: Path, as_object: bool, size: int, holder: int
+) -> None:
+    """It got the objects' states, and by whichever rank came first, if they are stored as one value."""
+    state, counter = {"n": 3, "text": "x" * size}, Counter()
+    counter.state = state
+    save_alone({"x": [counter if as_object else state]}, tmp_path)
+    states: list[dict[str, Any]] = [{"x": [Counter()] if rank == holder else []} for rank in range(2)]
+    load_on(states, tmp_path)
+    assert states[holder]["x"][0].state == state
+    assert states[1 - holder] == {"x": []}
+
+
 @pytest.mark.parametrize("stored", [{}, {"a": [np.ones(3)]}, {"a": np.ones(3)}], ids=repr)
 def test_an_empty_list_is_no_other_ranks_for_a_key_with_a_dot(tmp_path: Path, stored: dict[str, Any]) -> None:
     """Nobody has items of it, so that it is not there, or of another kind; it was left without a word."""
