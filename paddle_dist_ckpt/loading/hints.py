@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..core.cached import cached_property
@@ -35,6 +35,7 @@ _MOST_PAIRS = 2_000_000  # of letters of such parts that are compared in all
 _PAIRS_EACH = 50  # take about as long as the rest of such a comparison
 _LEAST_LIKE = 0.6  # of the parts that differ
 _LEAST_LIKE_IN_ALL = 0.8
+_MOST_PLACES = 5  # that a message names
 _VARIABLE = re.compile(r"_\d+\.[wb]_\d+")
 Parts = tuple[str, ...]
 
@@ -86,6 +87,10 @@ class Hints:
             return ""
         surplus, lacking = (".".join(parts) for parts in moves[0])
         if lacking:
+            places = self._places(moves[0])
+            if places and "" not in places:
+                key_map = {place: f"{place}.{lacking}" for place in places}
+                return f"the checkpoint has {lacking!r} within such keys: pass LoadOptions(key_map={key_map!r})"
             return (
                 f"the checkpoint has {lacking!r} before such keys: pass {{{lacking!r}: ...}} as it was saved, or "
                 f"LoadOptions(key_map=lambda key: {lacking + '.'!r} + key)"
@@ -94,6 +99,17 @@ class Hints:
             f"the checkpoint has no {surplus!r} in such keys: pass what is in it, as it was saved, or "
             f"LoadOptions(key_map=lambda key: key.replace({surplus + '.'!r}, '', 1))"
         )
+
+    def _places(self, move: Move) -> list[str]:
+        """Behind which first parts of the missing keys a move is, a few at most. Those of an optimizer's entries are
+        left out where there are others, which its entries follow."""
+        samples = [key for key in self._samples if not may_be_optimizers("/" + key)] or self._samples
+        found = set[str]()
+        for key in samples:
+            parts = key.split(".")
+            others = (other for other in _moved(key, move) if other in self._stored and other not in self._wanted)
+            found.update(".".join(parts[: _alike(parts, other.split("."))]) for other in others)
+        return sorted(found)[:_MOST_PLACES]
 
     def advice_on_containers(self) -> str:
         """What to do if whole containers have other names in the checkpoint, and the same keys below."""
@@ -239,12 +255,18 @@ def _may_be_meant(key: str) -> bool:
 def _move(key: str, stored: str) -> Move | None:
     """By what two keys differ, if one only has something that the other has not."""
     wanted, there = tuple(key.split(".")), tuple(stored.split("."))
-    shorter = min(len(wanted), len(there))
-    start = next((i for i in range(shorter) if wanted[i] != there[i]), shorter)
-    rest = shorter - start
-    stop = next((i for i in range(rest) if wanted[-1 - i] != there[-1 - i]), rest)
+    start = _alike(wanted, there)
+    stop = _alike(wanted[start:][::-1], there[start:][::-1])
     move = Move(wanted[start : len(wanted) - stop], there[start : len(there) - stop])
     return move if bool(move.surplus) != bool(move.lacking) else None
+
+
+def _alike(first: Sequence[str], second: Sequence[str]) -> int:
+    """How many parts are the same, from the first one on."""
+    return next(
+        (i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
+        min(len(first), len(second)),
+    )
 
 
 def _moved(key: str, move: Move) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,11 @@ def state(prefix: str = "", shapes: Any = None) -> dict[str, Any]:
 def blocks(prefix: str = "", count: int = 3, start: int = 0) -> dict[str, Any]:
     """Layers that have all the same."""
     return {key: array for i in range(start, count) for key, array in state(f"{prefix}layers.{i}.fc.").items()}
+
+
+def moments(prefix: str = "") -> dict[str, Any]:
+    """What an optimizer has of such layers."""
+    return state(prefix, {f"{key}.moment1": shape for key, shape in LAYER.items()})
 
 
 def message(saved: dict[Any, Any], target: dict[Any, Any], folder: Path, **options: Any) -> str:
@@ -56,7 +63,19 @@ CONTAINERS: dict[str, tuple[dict[Any, Any], dict[Any, Any], str, str]] = {
         {"model": blocks("_layers.")},
         {"model": blocks()},
         "model.layers.0.fc.bias: * is 'model._layers.layers.0.fc.bias' meant?",
-        "has '_layers' before such keys",
+        "has '_layers' within such keys: pass LoadOptions(key_map={'model': 'model._layers'})",
+    ),
+    "of wrappers, inside": (
+        {"a": blocks("_layers."), "b": {"c": blocks("_layers.")}, "d": state()},
+        {"a": blocks(), "b": {"c": blocks()}, "d": state()},
+        "b.c.layers.0.fc.bias: * is 'b.c._layers.layers.0.fc.bias' meant?",
+        "key_map={'a': 'a._layers', 'b.c': 'b.c._layers'})",
+    ),
+    "of a wrapper, with an optimizer": (
+        {"model": state("_layers."), "optimizer": {**moments("_layers."), "lr": 1}},
+        {"model": state(), "optimizer": {**moments(), "lr": 0}},
+        "optimizer.weight.moment1: * is 'optimizer._layers.weight.moment1' meant?",
+        "key_map={'model': 'model._layers'})",
     ),
     "two": ({"a": {"b": state()}}, state(), "weight: * is 'a.b.weight' meant?", "has 'a.b' before"),
 }
@@ -84,6 +103,15 @@ def test_the_advice_on_containers_works(tmp_path: Path) -> None:
     save_alone(blocks(), tmp_path / "b")
     options = LoadOptions(key_map=lambda key: key.replace("_layers.", "", 1))
     assert load_alone(blocks("_layers."), tmp_path / "b", options=options).unused_keys == ()
+
+
+@pytest.mark.parametrize("name", ["of a wrapper, inside", "of wrappers, inside", "of a wrapper, with an optimizer"])
+def test_the_advice_on_what_is_within_keys_works(name: str, tmp_path: Path) -> None:
+    saved, target, *_ = CONTAINERS[name]
+    advised = re.search(r"key_map=(.*)\)\)$", message(saved, target, tmp_path))
+    assert advised is not None
+    options = LoadOptions(key_map=ast.literal_eval(advised[1]))
+    assert load_alone(target, tmp_path, options=options).unused_keys == ()
 
 
 RENAMED: dict[str, tuple[dict[Any, Any], dict[Any, Any], dict[str, str]]] = {
