@@ -99,8 +99,8 @@ class MismatchCheck:
         tensors = [path for one in self.wanted for path in (*one.tensors, *one.others)]
         return [
             f"{key or 'the state_dict'} has no tensors, so none of the {count} that are stored there are loaded; an "
-            "optimizer's state_dict() is empty before its first step: pass the optimizer itself, beside its model, or "
-            "nothing for one without a state, such as SGD"
+            "optimizer's state_dict() is empty before its first step: pass the optimizer itself, beside its model; or, "
+            "for its sharded_state_dict(), take a step first; or pass nothing for one without a state, such as SGD"
             for key, count in self.answering.nothing_asked(tensors).items()
         ]
 

@@ -44,6 +44,7 @@ _CUT = (
     "Paddle's {name} has parts of this rank's own of larger tensors, which do not say what they are parts of; save its "
     "sharded_state_dict()"
 )
+_CUT_AFTER_A_STEP = f"{_CUT}; to load it, take a step first, for it is empty before"
 _MASKS = (
     "Paddle's {name} has masks by names that belong to one run, and in another may be those of other layers; save the "
     "optimizer that was decorated, and call asp.prune_model() after a load, which makes the masks of the pruned weights"
@@ -63,8 +64,8 @@ _REFUSED = {
     "PipelineOptimizer": _STATIC,
     "RecomputeOptimizer": _STATIC,
     "ShardingOptimizerStage1": _STATIC,
-    "DygraphShardingOptimizerV2": _CUT,
-    "FullyShardOptimizer": _CUT,
+    "DygraphShardingOptimizerV2": _CUT_AFTER_A_STEP,
+    "FullyShardOptimizer": _CUT_AFTER_A_STEP,
     "GroupShardedOptimizerStage2": f"{_CUT}, which it has without offload=True",
 }
 _FUSED = (
