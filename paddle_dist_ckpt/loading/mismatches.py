@@ -152,7 +152,10 @@ class MismatchCheck:
         for key in transposed:
             stored = moved.get(key, key)
             if stored in self.metadata.flat_mapping:
-                return [f"LoadOptions(recipes={{{key!r}: stored({stored!r}).T}}) transposes what is stored"]
+                return [
+                    f"LoadOptions(recipes={{{key!r}: stored({stored!r}).T}}) transposes what is stored; square "
+                    "matrices may need it too, which fit either way"
+                ]
         return []
 
     def _advice_on_names(self, parameters: Set[str]) -> list[str]:

@@ -239,7 +239,8 @@ def test_a_matrix_that_is_stored_transposed_is_told_with_its_recipe(tmp_path: Pa
     layer, other = state("fc."), {"fc.weight": np.zeros((2, 3), "f4")}
     text = message({"net": layer}, {"model": other}, tmp_path / "a", key_map={"model": "net"})
     recipes = {"model.fc.weight": stored("net.fc.weight").T}
-    assert "; LoadOptions(recipes={'model.fc.weight': stored('net.fc.weight').T}) transposes what is stored)" in text
+    assert "; LoadOptions(recipes={'model.fc.weight': stored('net.fc.weight').T}) transposes what is stored; " in text
+    assert text.endswith("square matrices may need it too, which fit either way)")
     load_alone({"model": other}, tmp_path / "a", options=LoadOptions(recipes=recipes))
     for shape in ((2, 4), (3, 2, 1), (2, 3, 1)):
         assert "recipes" not in message(layer, {"fc.weight": np.zeros(shape, "f4")}, tmp_path / str(shape))

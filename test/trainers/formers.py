@@ -36,6 +36,7 @@ from paddleformers.transformers import LlamaConfig, LlamaForCausalLM, LlamaForCa
 from paddleformers.transformers.llama import modeling
 
 import paddle_dist_ckpt
+from paddle_dist_ckpt import LoadOptions, load_state_dict, stored
 from test.ranks.fleet import stand_ins
 from test.trainers import zero_cost
 from test.trainers.jobs import DEGREES, LAYOUTS, STAGES, STEPS, Array, Job, Outcome, Part, with_layers_exchanged
@@ -101,6 +102,32 @@ def from_pretrained(job: Job, folder: str) -> Outcome:
         return Outcome([], {key: part_of(weight) for key, weight in model.sharded_state_dict().items()})
 
 
+def load_unified(job: Job, folder: str) -> Outcome:
+    """Return what a model and its optimizer have that this library has loaded from a unified checkpoint of a job."""
+    with place(job):
+        trainer = make_trainer(job)
+        trainer.create_optimizer_and_scheduler(STEPS)
+        linear = "model.layers.{i}.{part}.{name}_proj.weight"
+        recipes = {
+            f"model.{linear}": stored(f"model.{linear}").T,
+            f"optimizer.{linear}.moment{{n}}": stored(f"optimizer.{linear}/moment{{n}}_0"),
+        }
+        if job.bf16:
+            recipes[f"optimizer.{linear}.master_weight"] = stored(f"master_weights.{linear}")
+        state = {"model": trainer.model, "optimizer": trainer.optimizer}
+        load_state_dict(state, folder, options=LoadOptions(key_map=_key_in_unified, recipes=recipes))
+        return Outcome([], parts_of(trainer))
+
+
+def _key_in_unified(key: str) -> str | None:
+    if not key.startswith("optimizer."):
+        return key
+    if key.startswith("optimizer.LR_Scheduler"):
+        return None
+    parameter, _, name = key.removeprefix("optimizer.").rpartition(".")
+    return f"master_weights.{parameter}" if name == "master_weight" else f"optimizer.{parameter}/{name}_0"
+
+
 def averages_for_zero_cost(job: Job, pretend: bool) -> list[str]:
     """What zero-cost checkpoints, which need a device, are given of the moving averages at the step to resume from:
     the file to read, or the names of tensors.
@@ -135,13 +162,18 @@ def averages_for_zero_cost(job: Job, pretend: bool) -> list[str]:
 def train_and_keep(job: Job) -> tuple[Outcome, TinyTrainer]:
     trainer = make_trainer(job)
     trainer.train(resume_from_checkpoint=job.resume)
+    return Outcome(trainer.losses, parts_of(trainer)), trainer
+
+
+def parts_of(trainer: TinyTrainer) -> dict[str, Part]:
+    """Return what this rank has of the model, of the optimizer's state, and of moving averages."""
     model = trainer.model.sharded_state_dict()
     weights = {**model, **trainer.optimizer.sharded_state_dict(model)}
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, NonZCCEMACallback):
             averages = callback.buffer._build_ema_save_sharded_state_dict()
             weights |= {f"average of {key}": weight for key, weight in averages.items()}
-    return Outcome(trainer.losses, {key: part_of(weight) for key, weight in weights.items()}), trainer
+    return {key: part_of(weight) for key, weight in weights.items()}
 
 
 def make_trainer(job: Job) -> TinyTrainer:
