@@ -128,6 +128,29 @@ def _key_in_unified(key: str) -> str | None:
     return f"master_weights.{parameter}" if name == "master_weight" else f"optimizer.{parameter}/{name}_0"
 
 
+def load_flex(job: Job, folder: str) -> Outcome:
+    """Return what a model and its optimizer have that this library has loaded from a flex checkpoint of a job, without
+    the Trainer."""
+    with place(job):
+        trainer = make_trainer(job)
+        trainer.create_optimizer_and_scheduler(STEPS)
+        model, optimizer = trainer.model, trainer.optimizer
+        load_state_dict(model.state_dict(), f"{folder}/model_state")
+        for part in ("optimizer_state", "master_weight"):
+            options = LoadOptions(key_map=functools.partial(_key_in_flex, part))
+            load_state_dict({"model": model, "optimizer": optimizer}, f"{folder}/{part}", options=options)
+        return Outcome([], parts_of(trainer))
+
+
+def _key_in_flex(part: str, key: str) -> str | None:
+    if not key.startswith("optimizer.") or key.startswith("optimizer.LR_Scheduler"):
+        return None
+    parameter, _, name = key.removeprefix("optimizer.").rpartition(".")
+    if name == "master_weight":
+        return f"{parameter}.w_0" if part == "master_weight" else None
+    return f"{parameter}.{name}_0" if part == "optimizer_state" else None
+
+
 def averages_for_zero_cost(job: Job, pretend: bool) -> list[str]:
     """What zero-cost checkpoints, which need a device, are given of the moving averages at the step to resume from:
     the file to read, or the names of tensors.

@@ -1,5 +1,4 @@
-"""PaddleFormers' unified checkpoints, which the Trainer writes by code of its own, resumed by it and loaded by this
-library."""
+"""What PaddleFormers' Trainer has saved, in flex and unified checkpoints, loaded by a program that has no Trainer."""
 
 from __future__ import annotations
 
@@ -22,6 +21,18 @@ def test_a_unified_checkpoint_is_loaded(
     folder, expected = jobs.trained(kind, source, True, arguments={**UNIFIED, "unified_checkpoint_config": config})
     job = Job(target, str(tmp_path), arguments=UNIFIED, **KINDS[kind])
     found = run("load_unified", job, str(folder / f"checkpoint-{STEPS}"))
+    assert not differences(whole(found), whole(expected))
+
+
+@pytest.mark.parametrize(("kind", "source"), [("trained", "one"), ("bfloat16", "sharding2 of version 2")])
+@pytest.mark.parametrize("target", ["one", "sharding2"])
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "Paddle's"])
+def test_a_flex_checkpoint_is_loaded(
+    run: Run, jobs: Jobs, tmp_path: Path, kind: str, source: str, target: str, ours: bool
+) -> None:
+    """With the key_map of the documentation."""
+    folder, expected = jobs.trained(kind, source, ours)
+    found = run("load_flex", Job(target, str(tmp_path), **KINDS[kind]), str(folder / f"checkpoint-{STEPS}"))
     assert not differences(whole(found), whole(expected))
 
 
