@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, overload
 
 import typer
 
@@ -14,7 +14,9 @@ from ..core.garbage import no_collections
 from ..core.text import encodable, value_text
 from ..visible import escaped
 
-__all__ = ["print_json"]
+__all__ = ["Lazy", "print_json"]
+
+T = TypeVar("T")
 
 _MOST_LETTERS = 100_000  # of a value that JSON has no type for
 _TOGETHER = 1000  # numbers, or as much of something else, that become text at once
@@ -27,6 +29,26 @@ _NUMBERS: dict[str, Callable[[Any], Any]] = {"b": bool, "i": int, "u": int, "f":
 """What makes Python's numbers of numpy's, by their kind; of others, and of longer ones, JSON has none."""
 _ALIKE = frozenset({int, float, bool, type(None)})
 """Types of values that are about as much text each, of which lists may have millions."""
+
+
+class Lazy(Sequence[T]):
+    """A list of what a function makes of other items, each when it is asked for."""
+
+    def __init__(self, items: Sequence[Any], make: Callable[[Any], T]) -> None:
+        self._items, self._make = items, make
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[T]: ...
+    def __getitem__(self, place: int | slice) -> T | list[T]:
+        return list(map(self._make, self._items[place])) if isinstance(place, slice) else self._make(self._items[place])
+
+
+_LISTS = (list, tuple, Lazy)
 
 
 @no_collections()
@@ -94,7 +116,7 @@ def _weight(value: Any, most: int) -> int:
     if isinstance(value, str):
         return 1 + len(value) // _LETTERS_EACH
     items: Iterable[Any]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, _LISTS):
         items = value
     elif isinstance(value, dict) and _is_plain_dict(value):
         items = itertools.chain.from_iterable(value.items())
@@ -125,7 +147,7 @@ def _plain(value: Any) -> Any:
     """A value in what JSON has: what it lacks becomes text."""
     if isinstance(value, int) and value in _INTEGERS:  # as nearly all where there are very many
         return value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, _LISTS):
         return [_plain(item) for item in value]
     if isinstance(value, float):  # or numpy.float64, which msgspec does not know
         if math.isfinite(value):

@@ -20,6 +20,7 @@ from ..options import LoadOptions
 from ..storage.base import Storage
 from ..storage.opening import open_to_read
 from ..wiring import arranger_of
+from .documents import Lazy
 from .inspection import matches
 
 __all__ = ["MadeFacts", "PartFacts", "RecipesFacts", "read_rules", "recipes_facts"]
@@ -61,7 +62,7 @@ class RecipesFacts:
     path: str
     unique_id: int
     format: str
-    made: list[MadeFacts]
+    made: Sequence[MadeFacts]
     as_stored: list[str]
     left: list[str]
     unused: list[str]
@@ -138,12 +139,12 @@ def recipes_facts(
     except ValueError as error:
         if rules.aoa_config is None:
             raise
-        found = Rehearsal([], [], [], [], [str(error)], 0, [])
+        found = Rehearsal([], dict[str, MadeTensor]().__getitem__, [], [], [], [str(error)], 0, [])
     return RecipesFacts(
         path=storage.location,
         unique_id=metadata.unique_id,
         format=metadata.format,
-        made=[_facts(one) for one in found.made if matches(one.key, pattern)],
+        made=Lazy([key for key in found.made if matches(key, pattern)], lambda key: _facts(found.tell(key))),
         as_stored=[key for key in found.as_stored if matches(key, pattern)],
         left=found.left,
         unused=found.unused,

@@ -121,7 +121,9 @@ class Arranged(NamedTuple):
 
     def dtype_of(self, stored: Mapping[str, SourceTensor]) -> DType:
         """Its element type."""
-        name = next((part.dtype or stored[part.key].dtype.name for part in self.parts), self.dtype)
+        if self.parts and self.parts[0].dtype is None:
+            return stored[self.parts[0].key].dtype
+        name = self.parts[0].dtype if self.parts else self.dtype
         assert name is not None, "it has parts, or says it"
         return dtype_named(name)
 

@@ -213,6 +213,11 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
         return special_keys(self.paths)
 
     @cached_property
+    def path_of(self) -> dict[str, str]:
+        """Flat key to path, tensors first, in the order of :attr:`paths`."""
+        return {self.key(path): path for path in self.paths}
+
+    @cached_property
     def flat_mapping(self) -> dict[str, tuple[Part, ...]]:
         """Flat key to nested path, tensors and values alike."""
         return {self.key(path): parse_path(path) for path in self.paths}

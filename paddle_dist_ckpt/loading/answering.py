@@ -92,10 +92,13 @@ class Answering:
         """
         paths, found = self._metadata.table.paths, Draft()
         names = self._names_of(wanted)
-        moved = self._nested_otherwise(wanted, names) | {p: self._path_of_key(key) for p, key in wanted.moved.items()}
         made = set(wanted.made)
         self._answer_arranged(wanted, arranged, made, found)
         as_they_are = [path for path in wanted.tensors if path not in made] if made else wanted.tensors
+        # Where the parameters of optimizer variables are stored tells which variables these are, made or not.
+        sought = wanted.tensors if any(map(may_be_optimizers, names.paths)) else as_they_are
+        moved = self._nested_otherwise(sought, wanted, names)
+        moved |= {path: self._path_of_key(key) for path, key in wanted.moved.items()}
         tied = {path: group for group in wanted.tied for path in group}
         match = NameMatch(self.names, self._stored.index, names, moved, tied)
         places = dict(zip(as_they_are, match.places(as_they_are), strict=True))
@@ -236,14 +239,14 @@ class Answering:
         """What the checkpoint has at a flat key."""
         return self._stored.what_is(self._path_of_key(key))
 
-    def _nested_otherwise(self, wanted: WantedPaths, names: Names) -> dict[str, str]:
+    def _nested_otherwise(self, sought: Iterable[str], wanted: WantedPaths, names: Names) -> dict[str, str]:
         """Where what is wanted is stored under the same flat key, nested in other dicts: the only one, for only one.
 
         Not what may be an optimizer variable under a name that says which it is in one run only.
         """
         tensors = [
             path
-            for path in filterfalse(self._stored.index.__contains__, chain(wanted.tensors, wanted.kept))
+            for path in filterfalse(self._stored.index.__contains__, chain(sought, wanted.kept))
             if not may_end_in_name(path) or (not may_be_of_run(path) and names.of_run(path) is None)
         ]
         here = (path for path, present in wanted.values.items() if present not in ("nothing", "optional"))

@@ -15,7 +15,7 @@ from ..folder.selection import Chosen, Selection, below, select, select_keys, se
 from ..tree.paths import is_own, join, unstorable
 from ..visible import each_visible, visible
 from .answering import Answering
-from .making import RecipeArranger, is_itself
+from .making import RecipeArranger
 from .mismatches import idle_text
 from .stored_tensors import stored_tensors
 
@@ -69,7 +69,7 @@ def choose(
 def _chosen(
     metadata: Metadata,
     stored: Mapping[str, SourceTensor],
-    made: Mapping[str, Arranged],
+    made: Mapping[str, Arranged | None],
     unmade: Sequence[str],
     selection: Selection,
 ) -> Chosen:
@@ -78,16 +78,14 @@ def _chosen(
     table, prefix = metadata.table, selection.prefix
     values = [path for path, kind in zip(table.paths, table.kinds.tolist(), strict=True) if kind == Kind.VALUE]
     paths = {metadata.key(path): path for path in (*values, *(path for path, _ in metadata.value_records))}
-    of_key = {metadata.key(path): path for path in table.paths}
-    paths |= {key: of_key[key] if is_itself(key, one, stored) else join("", key) for key, one in made.items()}
+    paths |= {key: metadata.path_of[key] if one is None else join("", key) for key, one in made.items()}
     selected = select_keys(paths, selection)
-    _check_clear(metadata, [key for key in selected if key in made and not is_itself(key, made[key], stored)])
+    _check_clear(metadata, [key for key in selected if made.get(key) is not None])
     skipped = 0 if prefix is None else len(prefix) + 1
     places = {
         path: below(path, prefix) or path if is_own(path) else join("", key[skipped:]) for key, path in selected.items()
     }
-    asked = {path: (key, made[key]) for key, path in selected.items() if key in made}
-    changed = {path: one for path, (key, one) in asked.items() if not is_itself(key, one, stored)}
+    changed = {path: one for key, path in selected.items() if (one := made.get(key)) is not None}
     missed = [key for key in selected_of(unmade, selection) if key not in selected]  # there may be values of these keys
     return Chosen(places, changed, stored, missed)
 

@@ -153,7 +153,7 @@ def path_of_key(metadata: Metadata, parts_at: Callable[[str], Mapping[Part, Any]
     """
     paths = metadata.paths
     ambiguous = {key for key, count in Counter(map(plain_key, metadata.special_keys)).items() if count > 1}
-    by_key = {metadata.key(path): path for path in paths}
+    by_key = metadata.path_of
     containers = {plain_key(container): container for container in containers_of(paths)}
 
     def find(key: str) -> str:

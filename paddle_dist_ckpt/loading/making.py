@@ -15,14 +15,14 @@ from .part_targets import fitted_parts
 from .recipes import KeyPattern, Matching, match_recipes
 from .wording import MISSING
 
-__all__ = ["RecipeArranger", "arranger_for", "is_itself"]
+__all__ = ["RecipeArranger", "arranger_for", "unless_itself"]
 
 
 class AllMade(NamedTuple):
     """All that is made of a checkpoint.
 
     Attributes:
-        tensors: What is made, or left as it is stored, by flat key.
+        tensors: What is made, by flat key; None for a tensor that is left as it is stored.
         sources: The flat keys that recipes speak of, those that do not fit as well.
         problems: What does not fit of the recipes, a line each.
         unfit: The flat keys for which the rest says what cannot be made, with the reasons.
@@ -30,7 +30,7 @@ class AllMade(NamedTuple):
         unmade: The flat keys of all for which there is a recipe or a statement that makes nothing.
     """
 
-    tensors: dict[str, Arranged]
+    tensors: dict[str, Arranged | None]
     sources: set[str]
     problems: list[str]
     unfit: dict[str, str]
@@ -65,9 +65,7 @@ class RecipeArranger:
         """See :class:`..core.parts.Arranger`. What does not fit is left out, and so is what is as it is stored: what is
         wanted was chosen of all that is made, and is made likewise."""
         made = self.make(stored, str).tensors
-        if wanted is None:
-            return dict(made)
-        return {key: made[key] for key in wanted if key in made and not is_itself(key, made[key], stored)}
+        return {key: one for key in (made if wanted is None else wanted) if (one := made.get(key)) is not None}
 
     def idle(
         self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None
@@ -85,21 +83,18 @@ class RecipeArranger:
         keys, problems, unlike = _wanted_keys(self._recipes, stored)
         matching = match_recipes(self._recipes, {key: key for key in keys})
         made, misfits = _made(matching, stored, absent)
-        used = {*matching.sources, *matching.recipes}
-        others = self._rest.arrange(stored, None) if self._rest is not None else _as_they_are(stored)
-        kept = {
+        used = set(matching.sources)
+        others = {
             key: one
-            for key, one in others.items()
-            if one is not None and key not in matching.recipes and not (key in used and is_itself(key, one, stored))
+            for key, one in self._others(stored).items()
+            if key not in matching.recipes and not (one is None and key in used)
         }
-        unfit = {
-            key: text
-            for key, one in kept.items()
-            if not is_itself(key, one, stored) and (text := _why_unfit(one, stored, absent))
-        }
-        sources = {key: [part.key for part in kept[key].parts] for key in unfit}
-        kept = {key: one for key, one in kept.items() if key not in unfit}
-        sources |= {key: list(filled.keys.values()) for key, filled in matching.recipes.items()}
+        sources: dict[str, Sequence[str]] = {key: matching.recipes[key].keys for key in misfits}
+        unfit = dict[str, str]()
+        for key, other in others.items():
+            if other is not None and (text := _why_unfit(other, stored, absent)):
+                unfit[key], sources[key] = text, [part.key for part in other.parts]
+        tensors = {key: one for key, one in others.items() if key not in unfit} | made
         misfits = unlike | misfits
         lacking = {
             key: text
@@ -111,7 +106,14 @@ class RecipeArranger:
         problems += [f"{key}: {text}" for key, text in misfits.items() if key not in lacking]
         unfit = {key: text for key, text in unfit.items() if key not in lacking}
         left = [f"{key}: {text}" for key, text in lacking.items()]
-        return AllMade({**kept, **made}, set(matching.sources), problems, unfit, left, unmade)
+        return AllMade(tensors, used, problems, unfit, left, unmade)
+
+    def _others(self, stored: Mapping[str, SourceTensor]) -> dict[str, Arranged | None]:
+        """What is made without recipes, in the words of :class:`AllMade`."""
+        if self._rest is None:
+            return dict.fromkeys(stored)
+        arranged = self._rest.arrange(stored, None)
+        return {key: unless_itself(key, one, stored) for key, one in arranged.items() if one is not None}
 
 
 def arranger_for(options: LoadOptions, rest: Arranger | None) -> RecipeArranger | None:
@@ -123,9 +125,13 @@ def arranger_for(options: LoadOptions, rest: Arranger | None) -> RecipeArranger 
     )
 
 
-def is_itself(key: str, arranged: Arranged, stored: Mapping[str, SourceTensor]) -> bool:
-    """Whether what is made for a key is the stored tensor of that key, as it is."""
-    return key in stored and arranged.parts == _parts_of_whole(key, stored[key].shape)
+def unless_itself(key: str, arranged: Arranged, stored: Mapping[str, SourceTensor]) -> Arranged | None:
+    """What is made for a key; None if it is the stored tensor of that key, as it is."""
+    if key not in stored:
+        return arranged
+    shape = stored[key].shape
+    itself = Part(key, whole(shape), tuple(range(len(shape))), whole(shape))
+    return None if arranged.parts == [itself] else arranged
 
 
 def _why_unfit(arranged: Arranged, stored: Mapping[str, SourceTensor], absent: Callable[[str], str]) -> str | None:
@@ -148,24 +154,16 @@ def _find_in(stored: Mapping[str, SourceTensor], absent: Callable[[str], str]) -
     return find
 
 
-def _parts_of_whole(key: str, shape: tuple[int, ...]) -> list[Part]:
-    return [Part(key, whole(shape), tuple(range(len(shape))), whole(shape))]
-
-
-def _as_they_are(stored: Mapping[str, SourceTensor]) -> dict[str, Arranged | None]:
-    return {key: Arranged(one.shape, _parts_of_whole(key, one.shape), one.dtype.name) for key, one in stored.items()}
-
-
 def _made(
     matching: Matching, stored: Mapping[str, SourceTensor], absent: Callable[[str], str]
-) -> tuple[dict[str, Arranged], dict[str, str]]:
+) -> tuple[dict[str, Arranged | None], dict[str, str]]:
     """What the recipes of some keys make; and of the others why they do not fit."""
     maker = PartMaker(_find_in(stored, absent))
-    made, misfits = {}, {}
+    made, misfits = dict[str, Arranged | None](), dict[str, str]()
     for key, recipe in matching.recipes.items():
         try:
             shape, dtype, parts, cast = maker.make(recipe)
-            made[key] = Arranged(shape, parts, dtype.name, cast)
+            made[key] = unless_itself(key, Arranged(shape, parts, dtype.name, cast), stored)
         except RecipeError as error:
             misfits[key] = str(error)
     return made, misfits

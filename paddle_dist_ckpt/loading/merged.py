@@ -149,8 +149,7 @@ def _add_leaves(leaves: Leaves, metadata: Metadata, chosen: Chosen, empty: _Empt
 def _files_of(metadata: Metadata, chosen: Chosen) -> list[int]:
     """The files that hold what is read."""
     table, made = metadata.table, chosen.made
-    of_key = {metadata.key(path): place for path, place in table.index.items()}
-    read = {of_key[part.key] for one in made.values() for part in one.parts}
+    read = {table.index[metadata.path_of[part.key]] for one in made.values() for part in one.parts}
     read |= {table.index[path] for path in chosen.paths if path not in made and path in table.index}
     return sorted(set(table.select(sorted(read))[0].shard_file.tolist()))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -130,31 +130,30 @@ class Needs:
         nbytes = sums_by(file, sizes, int(file.max(initial=-1)) + 1)
         return {self._stored.file_name(i): int(nbytes[i]) for i in np.unique(file).tolist()}
 
-    def bytes_to_read(self) -> tuple[dict[str, int], int]:
-        """How many bytes the blocks have that hold what each wanted path needs; and all paths together, which may share
-        some."""
-        rows, row = np.unique(self._target, return_inverse=True)
-        of_row = list(map(self.targets.path, rows.tolist()))
-        numbers = {path: i for i, path in enumerate(dict.fromkeys(of_row))}
-        number = np.array([numbers[path] for path in of_row], np.int64)[row.reshape(-1)]
-        by_path = self._bytes_to_read(number, len(numbers)).tolist()
-        return dict(zip(numbers, by_path, strict=True)), int(self._bytes_to_read(np.zeros_like(number), 1)[0])
+    def bytes_to_read(self, some: Collection[str]) -> tuple[dict[str, int], int]:
+        """How many bytes the blocks have that hold what each of some wanted paths needs; and all paths together, which
+        may share some of the blocks."""
+        numbers = {path: i for i, path in enumerate(some)}
+        number = np.array([numbers.get(self.targets.path(row), -1) for row in self._target.tolist()], np.int64)
+        theirs = np.flatnonzero(number >= 0)
+        by_path = self._bytes_to_read(theirs, number[theirs], len(numbers)).tolist()
+        every = np.arange(len(number))
+        return dict(zip(numbers, by_path, strict=True)), int(self._bytes_to_read(every, np.zeros_like(every), 1)[0])
 
-    def _bytes_to_read(self, group: IntArray, count: int) -> IntArray:
-        """The same of all needs of each of so many groups, given the group of each need."""
-        is_small = self._are_batched(slice(None))  # of those all are read, which are one block each
-        small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
-        once = small[group_rows(np.column_stack([group[small], self._shard[small]]))[0]]
-        found = sums_by(group[once], self._entry_bytes[once], count)
+    def _bytes_to_read(self, needs: IntArray, group: IntArray, count: int) -> IntArray:
+        """The same of each of so many groups of needs, given the group of each of these."""
+        is_small = self._are_batched(needs)  # of those all are read, which are one block each
+        once = group_rows(np.column_stack([group[is_small], self._shard[needs[is_small]]]))[0]
+        found = sums_by(group[is_small][once], self._entry_bytes[needs[is_small][once]], count)
         needs_of: dict[tuple[int, int], list[int]] = {}
-        for need, *place in zip(large.tolist(), group[large].tolist(), self._shard[large].tolist(), strict=True):
-            needs_of.setdefault((place[0], place[1]), []).append(need)
+        for need, number in zip(needs[~is_small].tolist(), group[~is_small].tolist(), strict=True):
+            needs_of.setdefault((number, int(self._shard[need])), []).append(need)
         known = dict[tuple[int, ...], int]()
-        for (number, shard), needs in needs_of.items():
+        for (number, shard), together in needs_of.items():
             itemsize = int(self._table.itemsizes[self._table.shard_tensor[shard]])
-            kind = (itemsize, *self._like[needs].tolist())
+            kind = (itemsize, *self._like[together].tolist())
             if kind not in known:
-                known[kind] = self._touched_bytes(needs, itemsize)
+                known[kind] = self._touched_bytes(together, itemsize)
             found[number] += known[kind]
         return found
 

@@ -200,7 +200,7 @@ class _Making:
 
 def _lacks(path: str, recipes: Mapping[str, FilledRecipe], answer: LoadAnswer) -> bool:
     """Whether something of which a tensor is made is not stored at all."""
-    keys = recipes[path].keys.values() if path in recipes else (part.key for part in answer.parts[path].parts)
+    keys = recipes[path].keys if path in recipes else (part.key for part in answer.parts[path].parts)
     return any(answer.absent.get(key, "").startswith(MISSING) for key in keys)
 
 

@@ -12,7 +12,7 @@ from ..core.parts import IdleStatement
 from ..planning.recipe_parts import FilledRecipe
 from ..recipes import Recipe, filled, placeholders, stored_keys, texts_and_placeholders
 
-__all__ = ["KeyPattern", "Matching", "idle_hints", "match_recipes"]
+__all__ = ["KeyPattern", "Matching", "idle_hints", "match_recipes", "recipe_finder"]
 
 _NUMBER = re.compile(r"(\d+)")
 _MOST_NUMBERS = 8  # of a key, for each of which a statement may have a star
@@ -33,7 +33,7 @@ class Matching:
     @property
     def sources(self) -> list[str]:
         """The flat keys of all stored tensors in the recipes."""
-        return sorted({key for filled in self.recipes.values() for key in filled.keys.values()})
+        return sorted({key for filled in self.recipes.values() for key in filled.keys})
 
 
 def match_recipes(recipes: Mapping[str, Recipe], keys: Mapping[str, str]) -> Matching:
@@ -43,21 +43,29 @@ def match_recipes(recipes: Mapping[str, Recipe], keys: Mapping[str, str]) -> Mat
         recipes: The recipes by wanted key or pattern.
         keys: The tensors' flat keys, by their paths.
     """
+    find = recipe_finder(recipes)
     matching = Matching(patterns=dict.fromkeys(recipes, False))
-    written = {name: stored_keys(recipe) for name, recipe in recipes.items()}
-    patterns = [(name, KeyPattern(name)) for name in recipes if placeholders(name)]
     for path, key in keys.items():
-        if key in recipes and not placeholders(key):
-            matching.recipes[path] = FilledRecipe(recipes[key], {one: one for one in written[key]})
-            matching.patterns[key] = True
-            continue
-        for name, pattern in patterns:
-            found = pattern.match(key)
-            if found is not None:
-                matching.recipes[path] = FilledRecipe(recipes[name], {one: filled(one, found) for one in written[name]})
-                matching.patterns[name] = True
-                break
+        if (found := find(key)) is not None:
+            name, matching.recipes[path] = found
+            matching.patterns[name] = True
     return matching
+
+
+def recipe_finder(recipes: Mapping[str, Recipe]) -> Callable[[str], tuple[str, FilledRecipe] | None]:
+    """A function that gives the recipe for a flat key, with the key or pattern of the recipes that it is found by."""
+    written = {name: tuple(stored_keys(recipe)) for name, recipe in recipes.items()}
+    patterns = {name: KeyPattern(name) for name in recipes if placeholders(name)}
+
+    def find(key: str) -> tuple[str, FilledRecipe] | None:
+        if key in recipes and key not in patterns:
+            return key, FilledRecipe(recipes[key], written[key])
+        for name, pattern in patterns.items():
+            if (found := pattern.match(key)) is not None:
+                return name, FilledRecipe(recipes[name], tuple(filled(one, found) for one in written[name]))
+        return None
+
+    return find
 
 
 class KeyPattern:

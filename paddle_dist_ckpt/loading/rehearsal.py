@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..core.box import whole
 from ..core.dtypes import DType
-from ..core.parts import Arranged, Arranger, IdleStatement, Part, SourceTensor, WantedTensor
+from ..core.garbage import no_collections
+from ..core.parts import Arranged, Arranger, IdleStatement, Part, WantedTensor
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..files.metadata import Metadata
-from ..planning.recipe_parts import FilledRecipe, PartMaker, RecipeError, recipe_of
+from ..planning.recipe_parts import PartMaker, RecipeError, recipe_of
 from ..recipes import Recipe
 from ..tree.paths import join
 from .answering import Answering
 from .fit import Fit
-from .making import RecipeArranger, is_itself
+from .making import RecipeArranger, unless_itself
 from .messages import WantedPaths, WantedRecord
-from .recipes import Matching, idle_hints, match_recipes
+from .recipes import Matching, idle_hints, match_recipes, recipe_finder
 from .stored import StoredShards
 from .stored_tensors import stored_tensors
 from .wanted import WantedState
@@ -56,7 +58,8 @@ class Rehearsal:
     """What a load would do.
 
     Attributes:
-        made: What is made of stored tensors.
+        made: The flat keys of what is made of stored tensors.
+        tell: Says what is made for one of them. There may be very many.
         as_stored: The keys of tensors that are loaded as they are stored.
         left: What is left as it is, a line each.
         unused: The stored tensors that nothing asks for.
@@ -65,7 +68,8 @@ class Rehearsal:
         idle: Statements that change nothing, each with the reason.
     """
 
-    made: list[MadeTensor]
+    made: list[str]
+    tell: Callable[[str], MadeTensor]
     as_stored: list[str]
     left: list[str]
     unused: list[str]
@@ -74,6 +78,7 @@ class Rehearsal:
     idle: list[str]
 
 
+@no_collections()
 def rehearse(
     metadata: Metadata,
     recipes: Mapping[str, Recipe],
@@ -90,76 +95,90 @@ def rehearse(
         targets: What is wanted; None for all that is made, and all that is left, as a merged load wants it.
         cast: See :class:`paddle_dist_ckpt.LoadOptions`.
     """
-    stored, matching = stored_tensors(metadata), Matching()
-    sources, problems = set[str](), list[str]()
+    stored, sources, problems = stored_tensors(metadata), set[str](), list[str]()
     arranged: Mapping[str, Arranged | None] = {}
     idle: list[IdleStatement] = []
-    if targets is None:
-        made, sources, problems, unfit, *_ = RecipeArranger(recipes, rest).make(stored, Answering(metadata, []).what_is)
-        problems += [f"{key}: {text}" for key, text in unfit.items()]
-        targets, arranged = {key: (one.shape, one.dtype_of(stored)) for key, one in made.items()}, made
-        idle = rest.idle(stored, None) if rest is not None else []
-    else:
-        matching = match_recipes(recipes, {join("", key): key for key in targets})
-        if rest is not None:
-            whole_ones = {key: WantedTensor(s, dtype.name, [(0,) * len(s)]) for key, (s, dtype) in targets.items()}
-            arranged = rest.arrange(stored, whole_ones)
-            idle = rest.idle(stored, whole_ones)
-    wanted, records = _wanted(targets, matching)
+    keys = {join("", key): key for key in targets or ()}
+    matching = match_recipes(recipes, keys) if targets is not None else Matching()
     answering = Answering(metadata, [0], [key for key, found in matching.patterns.items() if not found])
+    if targets is None:
+        made, sources, problems, unfit, *_ = RecipeArranger(recipes, rest).make(stored, answering.what_is)
+        problems += [f"{key}: {text}" for key, text in unfit.items()]
+        arranged = {key: one for key, one in made.items() if one is not None}
+        keys = {metadata.path_of[key] if one is None else join("", key): key for key, one in made.items()}
+        idle = rest.idle(stored, None) if rest is not None else []
+    elif rest is not None:
+        whole_ones = {key: WantedTensor(s, dtype.name, [(0,) * len(s)]) for key, (s, dtype) in targets.items()}
+        arranged = rest.arrange(stored, whole_ones)
+        idle = rest.idle(stored, whole_ones)
+
+    def outline(key: str) -> tuple[tuple[int, ...], DType]:
+        if targets is not None:
+            return targets[key]
+        one = arranged.get(key)
+        return (stored[key].shape, stored[key].dtype) if one is None else (one.shape, one.dtype_of(stored))
+
+    wanted = _wanted(keys, outline, matching)
+    records = {path: WantedRecord(key, (), "", None) for path, key in keys.items() if key in arranged}
     paths = WantedPaths(
         wanted.tensors.paths, {}, made=list(matching.recipes), sources=matching.sources, records=records
     )
     ((_, answer),) = answering.answer(paths, arranged)
     fit = Fit(StoredShards(answer, paths.tensors), answer, wanted, cast, (), None)
-    reads, nbytes = fit.needs.bytes_to_read()
-    tensors = [
-        path for path, kind in zip(metadata.table.paths, metadata.table.kinds, strict=True) if kind != Kind.VALUE
-    ]
-    written = matching.recipes or match_recipes(recipes, {join("", key): key for key in targets}).recipes
+    reads, nbytes = fit.needs.bytes_to_read([*answer.parts, *matching.recipes])
     hint = idle_hints(idle)
     problems += [f"{problem}{hint(problem.key)}" for problem in fit.problems]
-    keys = {path: record.key for path, record in records.items()}
-    found = dict(_made(fit, keys, stored, written))
     bad, asked = {problem.key for problem in fit.problems}, answering.asked
-    gone = {*fit.answer.skipped, *fit.answer.unfit}
+    parts, written, maker = fit.answer.parts, matching.recipes, PartMaker(stored.__getitem__)
+    find = recipe_finder(recipes)
+
+    def tell(key: str) -> MadeTensor:
+        path = join("", key)
+        if path in written:
+            made = maker.make(written[path])
+            return MadeTensor(key, made.shape, made.dtype, written[path].recipe, made.parts, reads.get(path, 0))
+        one, found = parts[path], find(key)
+        recipe = recipe_of(one.parts, stored.__getitem__) if found is None else found[1].recipe
+        return MadeTensor(key, one.shape, one.dtype_of(stored), recipe, one.parts, reads.get(path, 0))
+
+    def is_made(path: str, key: str) -> bool:
+        if path in parts:
+            return unless_itself(key, parts[path], stored) is not None
+        if path not in written or key not in bad:
+            return path in written
+        try:
+            maker.make(written[path])
+        except (RecipeError, KeyError):
+            return False
+        return True
+
+    made_at = {path for path, key in keys.items() if is_made(path, key)}
+    others = made_at | fit.answer.skipped.keys() | fit.answer.unfit.keys()
     return Rehearsal(
-        made=[one._replace(nbytes=reads.get(path, 0)) for path, one in found.items()],
-        as_stored=[key for path, key in keys.items() if path not in found and path not in gone and key not in bad],
+        made=[key for path, key in keys.items() if path in made_at],
+        tell=tell,
+        as_stored=[key for path, key in keys.items() if path not in others and key not in bad],
         left=[f"{key}: {fit.answer.skipped[path]}" for path, key in keys.items() if path in fit.answer.skipped],
-        unused=[key for path in tensors if (key := metadata.key(path)) not in sources and path not in asked],
+        unused=[key for key in stored if key not in sources and metadata.path_of[key] not in asked],
         problems=problems,
         nbytes=nbytes,
         idle=list(map(str, idle)),
     )
 
 
-def _wanted(targets: Outlines, matching: Matching) -> tuple[WantedState, dict[str, WantedRecord]]:
-    """What a rank that has these tensors whole would ask for, and what it would say of them. Their memory is none, at
-    addresses that are theirs alone."""
-    wanted, records, address = WantedState(made=matching), dict[str, WantedRecord](), 1 << 12
-    for key, (shape, dtype) in targets.items():
-        path, geometry = join("", key), Geometry(Kind.TENSOR, dtype, shape, True, (LocalShard(whole(shape)),))
-        wanted.tensors.add(path, TensorView(geometry, (address,), None, None))
-        records[path] = WantedRecord(key, shape, dtype.name, None)
-        address += math.prod(shape) * dtype.itemsize + 64
-    return wanted, records
+def _wanted(
+    keys: Mapping[str, str], outline: Callable[[str], tuple[tuple[int, ...], DType]], matching: Matching
+) -> WantedState:
+    """What a rank would ask for that has these tensors whole, by path. Their memory is none, at addresses that are
+    theirs alone."""
+    wanted, address = WantedState(made=matching), 1 << 12
 
+    @functools.cache  # there may be very many that are alike
+    def geometry(shape: tuple[int, ...], dtype: DType) -> Geometry:
+        return Geometry(Kind.TENSOR, dtype, shape, True, (LocalShard(whole(shape)),))
 
-def _made(
-    fit: Fit, keys: Mapping[str, str], stored: Mapping[str, SourceTensor], written: Mapping[str, FilledRecipe]
-) -> Iterator[tuple[str, MadeTensor]]:
-    """What is made of stored tensors, by path; of what does not fit nothing."""
-    recipes, parts = fit.wanted.made.recipes, fit.answer.parts
-    maker = PartMaker(stored.__getitem__)
     for path, key in keys.items():
-        if path in recipes:
-            try:
-                made = maker.make(recipes[path])
-            except (RecipeError, KeyError):
-                continue
-            yield path, MadeTensor(key, made.shape, made.dtype, recipes[path].recipe, made.parts, 0)
-        elif path in parts and not is_itself(key, parts[path], stored):
-            one = parts[path]
-            recipe = written[path].recipe if path in written else recipe_of(one.parts, stored.__getitem__)
-            yield path, MadeTensor(key, one.shape, one.dtype_of(stored), recipe, one.parts, 0)
+        shape, dtype = outline(key)
+        wanted.tensors.add(path, TensorView(geometry(shape, dtype), (address,), None, None))
+        address += math.prod(shape) * dtype.itemsize + 64
+    return wanted

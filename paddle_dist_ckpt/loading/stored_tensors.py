@@ -6,8 +6,10 @@ ranges of elements into boxes. It divides rows, and leaves columns together.
 
 from __future__ import annotations
 
+import functools
 import math
 
+from ..core.dtypes import DType
 from ..core.layouts import Layout
 from ..core.parts import SourceTensor
 from ..core.shards import Kind
@@ -25,12 +27,17 @@ def stored_tensors(metadata: Metadata) -> dict[str, SourceTensor]:
     table, of_job = metadata.table, metadata.job_offsets
     cuts = [(_offsets_of(layout, metadata.format), layout) for layout in table.layouts]
     known = [(layout.shape, offsets, [] if offsets else _columns_of(layout)) for offsets, layout in cuts]
-    columns = zip(table.paths, table.dtypes, table.layout_of.tolist(), table.kinds.tolist(), strict=True)
-    found = {}
-    for path, dtype, number, kind in columns:
-        if kind != Kind.VALUE:
-            shape, offsets, by_columns = known[number]
-            found[metadata.key(path)] = SourceTensor(shape, dtype, of_job.get(path, offsets), by_columns)
+
+    @functools.cache  # nearly all are like others
+    def like(number: int, dtype: DType) -> SourceTensor:
+        shape, offsets, by_columns = known[number]
+        return SourceTensor(shape, dtype, offsets, by_columns)
+
+    columns = zip(metadata.path_of, table.dtypes, table.layout_of.tolist(), table.kinds.tolist(), strict=False)
+    found = {key: like(number, dtype) for key, dtype, number, kind in columns if kind != Kind.VALUE}
+    for path, offsets in of_job.items():
+        key = metadata.key(path)
+        found[key] = found[key]._replace(offsets=offsets)
     return found
 
 

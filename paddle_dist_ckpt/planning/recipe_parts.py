@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..recipes import (
     Squeezed,
     Unsqueezed,
     fold,
+    stored_keys,
     text_of,
 )
 
@@ -77,16 +78,16 @@ class FilledRecipe(NamedTuple):
 
     Attributes:
         written: The recipe as the user has written it, perhaps with placeholders.
-        keys: The stored tensor's flat key for each key that is written in it.
+        keys: The stored tensor's flat key for each of the keys that are written in it, see :func:`stored_keys`.
     """
 
     written: Recipe
-    keys: Mapping[str, str]
+    keys: tuple[str, ...]
 
     @property
     def recipe(self) -> Recipe:
         """The recipe with these keys."""
-        return self.written.with_keys(self.keys.__getitem__)
+        return self.written.with_keys(dict(zip(stored_keys(self.written), self.keys, strict=True)).__getitem__)
 
 
 class PartMaker:
@@ -99,20 +100,25 @@ class PartMaker:
 
     def __init__(self, find: Callable[[str], SourceTensor]) -> None:
         self._find = find
-        self._made: dict[tuple[object, ...], tuple[Recipe, Made]] = {}  # with the recipe, whose identity is in the key
+        # What is made, and of which of the stored tensors each part is; with the recipe, whose identity is in the key.
+        self._made: dict[tuple[object, ...], tuple[Recipe, Made, list[int]]] = {}
 
     def make(self, filled: FilledRecipe) -> Made:
         """What a recipe makes. Raises what :func:`make_parts` raises, or the function that finds what is stored."""
-        sources = {written: self._find(key) for written, key in filled.keys.items()}
-        like = (id(filled.written), *[(one.shape, one.dtype) for one in sources.values()])
+        sources = list(map(self._find, filled.keys))
+        like = (id(filled.written), *[(one.shape, one.dtype) for one in sources])
         if like not in self._made:
+            written = stored_keys(filled.written)
             try:
-                self._made[like] = filled.written, make_parts(filled.written, sources.__getitem__)
+                made = make_parts(filled.written, dict(zip(written, sources, strict=True)).__getitem__)
             except RecipeError:
                 make_parts(filled.recipe, self._find)  # says the same with the keys of this tensor
                 raise
-        made = self._made[like][1]
-        return made._replace(parts=[Part(filled.keys[part.key], *part[1:]) for part in made.parts])
+            numbers = {key: i for i, key in enumerate(written)}
+            self._made[like] = filled.written, made, [numbers[part.key] for part in made.parts]
+        _, made, source = self._made[like]
+        parts = [Part(filled.keys[i], *part[1:]) for i, part in zip(source, made.parts, strict=True)]
+        return made._replace(parts=parts)
 
 
 def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:

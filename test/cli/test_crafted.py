@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from test.cli.commands import answer, fails, run
+from test.jobs import save_alone
 from test.pace import slowness
 from test.rooms import ROOT
 from test.strategies import some
@@ -156,6 +157,16 @@ def test_recipes_for_a_tensor_of_very_many_shards_are_shown_soon(tmp_path: Path)
     rules.write_text("from paddle_dist_ckpt import stored\nrecipes = {'y': stored('w')[1:]}\n")
     check_budget(found := cost(tmp_path, "recipes", rules), bytes_on_disk(tmp_path / "large"))
     assert "y  (65535) uint8, reads 64 KiB\n" in found.outcome
+
+
+def test_recipes_beside_very_many_tensors_take_little(tmp_path: Path) -> None:
+    save_alone(
+        {"w": np.ones(4, np.float32)} | {f"layer.{i}": np.zeros(1, np.uint8) for i in range(60_000)}, tmp_path / "large"
+    )
+    rules = tmp_path / "rules.py"
+    rules.write_text("from paddle_dist_ckpt import stored\nrecipes = {'y': stored('w')[1:]}\n")
+    check_budget(found := cost(tmp_path, "recipes", rules), bytes_on_disk(tmp_path / "large"))
+    assert "1 tensor made, 60,000 as stored" in found.outcome
 
 
 def test_keys_like_a_missing_one_are_found_soon(wide: Path) -> None:

@@ -126,7 +126,7 @@ def test_recipes_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPat
     written = concat(stored("a.{i}"), stored("{other}")).T
     maker = PartMaker(tensors.__getitem__)
     others = {i: "a.0" if i == 0 else f"b.{i}" for i in range(1000)}
-    made = {i: maker.make(FilledRecipe(written, {"a.{i}": f"a.{i}", "{other}": b})) for i, b in others.items()}
+    made = {i: maker.make(FilledRecipe(written, (f"a.{i}", b))) for i, b in others.items()}
     assert [[part.key for part in one.parts] for one in made.values()] == [[f"a.{i}", b] for i, b in others.items()]
     assert len(looked_at) == 2
     for i, one in made.items():
@@ -140,4 +140,4 @@ def test_what_does_not_fit_is_said_of_the_tensor_that_it_is() -> None:
     maker = PartMaker(find)
     for i in range(2):
         with pytest.raises(RecipeError, match=rf"^stored\('a\.{i}'\)\[13:\]: no such part"):
-            maker.make(FilledRecipe(stored("a.{i}")[13:], {"a.{i}": f"a.{i}"}))
+            maker.make(FilledRecipe(stored("a.{i}")[13:], (f"a.{i}",)))
