@@ -19,7 +19,7 @@ from .making import RecipeArranger
 from .mismatches import idle_text
 from .stored_tensors import stored_tensors
 
-__all__ = ["choose"]
+__all__ = ["choose", "refused_keys"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
@@ -80,7 +80,8 @@ def _chosen(
     paths = {metadata.key(path): path for path in (*values, *(path for path, _ in metadata.value_records))}
     paths |= {key: metadata.path_of[key] if one is None else join("", key) for key, one in made.items()}
     selected = select_keys(paths, selection)
-    _check_clear(metadata, [key for key in selected if made.get(key) is not None])
+    if refused := refused_keys(metadata, [key for key in selected if made.get(key) is not None]):
+        raise UnsupportedValueError("; ".join(refused))
     skipped = 0 if prefix is None else len(prefix) + 1
     places = {
         path: below(path, prefix) or path if is_own(path) else join("", key[skipped:]) for key, path in selected.items()
@@ -90,15 +91,17 @@ def _chosen(
     return Chosen(places, changed, stored, missed)
 
 
-def _check_clear(metadata: Metadata, keys: Sequence[str]) -> None:
-    """Refuse keys for which something is made that cannot be stored, or whose place in a flat state_dict would have
-    another key, or is that of another stored tensor: one of both would be lost."""
+def refused_keys(metadata: Metadata, keys: Sequence[str]) -> list[str]:
+    """Of keys for which something is made, what is wrong with those that cannot be stored, or whose place in a flat
+    state_dict would have another key, or is that of another stored tensor: one of both would be lost. In words that
+    obey nothing."""
     if wrong := unstorable(join("", key) for key in keys):
-        raise UnsupportedValueError("; ".join(each_visible(wrong)))
+        return each_visible(wrong)
     special = metadata.special_keys
     found = [key for key in keys if "\\" in key or special.get(join("", key), key) != key]
-    if found:
-        raise UnsupportedValueError(
-            f"{visible(', '.join(found[:5]))}: nothing is made for a key that is escaped, or another one for its sake, "
-            "as where a state has both 'a.b' and 'b' in 'a'; make it under a key of its own"
-        )
+    if not found:
+        return []
+    return [
+        f"{visible(', '.join(found[:5]))}: nothing is made for a key that is escaped, or another one for its sake, as "
+        "where a state has both 'a.b' and 'b' in 'a'; make it under a key of its own"
+    ]

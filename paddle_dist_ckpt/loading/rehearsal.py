@@ -19,6 +19,7 @@ from ..planning.recipe_parts import PartMaker, RecipeError, recipe_of
 from ..recipes import Recipe
 from ..tree.paths import join
 from .answering import Answering
+from .choosing import refused_keys
 from .fit import Fit
 from .making import RecipeArranger, unless_itself
 from .messages import WantedPaths, WantedRecord
@@ -105,6 +106,7 @@ def rehearse(
         made, sources, problems, unfit, *_ = RecipeArranger(recipes, rest).make(stored, answering.what_is)
         problems += [f"{key}: {text}" for key, text in unfit.items()]
         arranged = {key: one for key, one in made.items() if one is not None}
+        problems += refused_keys(metadata, list(arranged))
         keys = {metadata.path_of[key] if one is None else join("", key): key for key, one in made.items()}
         idle = rest.idle(stored, None) if rest is not None else []
     elif rest is not None:

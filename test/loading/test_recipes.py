@@ -22,6 +22,7 @@ from paddle_dist_ckpt import (
     PerRank,
     Recipe,
     StateDictMismatchError,
+    UnsupportedValueError,
     concat,
     export,
     read_metadata,
@@ -549,6 +550,15 @@ def test_what_does_not_fit_is_what_a_load_would_say(folder: Path) -> None:
     told = rehearse(read_metadata(folder), recipes, None, outlines)
     assert sorted(told.problems) == sorted(caught.value.problems)
     assert len(told.problems) == 6
+
+
+@pytest.mark.parametrize("key", ["a.b", "a\\.b", "\ud800"])
+def test_a_rehearsal_tells_of_keys_that_nothing_is_made_for(tmp_path: Path, key: str) -> None:
+    save_alone({"a.b": make_array((2,)), "a": {"b": make_array((2,))}, "c": make_array((2,))}, tmp_path)
+    with pytest.raises(UnsupportedValueError) as caught:
+        load_whole(tmp_path, options=options({key: stored("c")}))
+    told = rehearse(read_metadata(tmp_path), {key: stored("c")})
+    assert told.problems == [str(caught.value)]
 
 
 # -- expressions
