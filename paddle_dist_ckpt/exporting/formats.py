@@ -195,8 +195,8 @@ class _TensorMaker:
         """A tensor, or what else is stored like one, as it is in the checkpoint."""
         table = self._metadata.table
         dtype, shape = table.dtypes[row], table.shape_of(row)
-        parts, place = (StoredPart(row, dtype),), self._chosen.paths[path]
-        return ExportTensor(place, key, shape, self._converted(dtype), parts, table.names[row], kind)
+        place, stored = self._chosen.paths[path], StoredPart(row, dtype)
+        return ExportTensor(place, key, shape, self._converted(dtype), stored, table.names[row], kind)
 
     def made(self, path: str, key: str) -> ExportTensor:
         """A tensor that is made of parts of others. What a recipe casts has the type that it says."""

@@ -63,7 +63,7 @@ class ExportTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
         key: Its flat key there.
         shape: Its shape.
         dtype: Its element type in the file.
-        parts: What it is made of: all of one tensor of the checkpoint, or by a recipe.
+        made_of: All of one tensor of the checkpoint, or what a recipe makes it of.
         name: The framework's variable name, if it is known.
         kind: What it is.
         data: Its bytes, if they are not to be read from the checkpoint.
@@ -73,10 +73,15 @@ class ExportTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
     key: str
     shape: tuple[int, ...]
     dtype: DType
-    parts: Sequence[StoredPart] = ()
+    made_of: StoredPart | Sequence[StoredPart] = ()
     name: str | None = None
     kind: Kind = Kind.TENSOR
     data: bytes | None = None
+
+    @property
+    def parts(self) -> Sequence[StoredPart]:
+        """The parts that it is made of; none if its bytes are known."""
+        return (self.made_of,) if isinstance(self.made_of, StoredPart) else self.made_of
 
     @property
     def nbytes(self) -> int:
