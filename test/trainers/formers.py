@@ -24,11 +24,14 @@ import paddle
 import paddle.distributed as dist
 from paddle.base import core
 from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
+    DygraphShardingOptimizerV2,
+)
 from paddle.distributed.fleet.meta_parallel import tensor_parallel
 from paddle.distributed.parallel import parallel_helper
 from paddleformers.nn.mlp import MLP
 from paddleformers.peft import LoRAConfig, LoRAModel
-from paddleformers.trainer import Trainer, TrainingArguments
+from paddleformers.trainer import Trainer, TrainerCallback, TrainingArguments
 from paddleformers.trainer import trainer as formers_trainer
 from paddleformers.trainer.trainer_utils import init_optimizer
 from paddleformers.trainer.utils.zero_cost_checkpoint import EMABufferFcBased, NonZCCEMACallback
@@ -36,7 +39,7 @@ from paddleformers.transformers import LlamaConfig, LlamaForCausalLM, LlamaForCa
 from paddleformers.transformers.llama import modeling
 
 import paddle_dist_ckpt
-from paddle_dist_ckpt import LoadOptions, load_state_dict, stored
+from paddle_dist_ckpt import CheckpointManager, LoadOptions, load_state_dict, stored
 from test.ranks.fleet import stand_ins
 from test.trainers import zero_cost
 from test.trainers.jobs import DEGREES, LAYOUTS, STAGES, STEPS, Array, Job, Outcome, Part, with_layers_exchanged
@@ -149,6 +152,45 @@ def _key_in_flex(part: str, key: str) -> str | None:
     if name == "master_weight":
         return f"{parameter}.w_0" if part == "master_weight" else None
     return f"{parameter}.{name}_0" if part == "optimizer_state" else None
+
+
+def train_with_manager(job: Job, root: str, first: int) -> Outcome:
+    """Train from step ``first`` on, where a callback lets a manager restore and save; returns what this rank has."""
+    with place(job):
+        trainer = make_trainer(job)
+        samples = trainer.train_dataset
+        trainer.train_dataset = paddle.io.Subset(samples, range(first * samples.ranks, len(samples)))
+        trainer.add_callback(_Kept(root, first))
+        trainer.train()
+        return Outcome(trainer.losses, parts_of(trainer))
+
+
+class _Kept(TrainerCallback):
+    """Restores what a manager has, and saves with it after each step."""
+
+    def __init__(self, root: str, first: int) -> None:
+        self.manager, self.first = CheckpointManager(root), first
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **found: Any) -> None:
+        assert self.manager.restore(_state(**found)) == (self.first or None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **found: Any) -> None:
+        self.manager.save(self.first + state.global_step, _state(**found))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **found: Any) -> None:
+        self.manager.close()
+
+
+def _state(model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> dict[str, Any]:
+    """What is saved: objects, or what they say of their parts where an optimizer has parts of parameters."""
+    if not isinstance(getattr(optimizer, "_inner_opt", None), DygraphShardingOptimizerV2):
+        return {"model": model, "optimizer": optimizer}
+    weights = model.sharded_state_dict()
+    states = optimizer.sharded_state_dict(weights)
+    if not states:
+        init_optimizer(optimizer, weights, {f"{key}.moment1_0" for key in weights})
+        states = optimizer.sharded_state_dict(weights)
+    return {"model": weights, "optimizer": states, "LR_Scheduler": lr_scheduler}
 
 
 def averages_for_zero_cost(job: Job, pretend: bool) -> list[str]:
