@@ -24,7 +24,7 @@ from ..storage.capabilities import is_part
 from .catalogs import foreign_ids, read_foreign
 from .foreign import Format, foreign_id, look
 from .ids import committed_ids, metadata_ids, newest_id, save_of
-from .nothing import nothing_text
+from .nothing import nothing_text, warn_of_folders
 
 __all__ = ["Restarts", "check_sizes", "read_checkpoint", "read_with_text", "unless_replaced", "why_unknown"]
 
@@ -62,6 +62,8 @@ def _read(storage: Storage, unique_id: int | None) -> tuple[Metadata, bytes]:
         metadata = read_foreign(storage, unique_id)
         if metadata is None:
             raise CheckpointNotFoundError(nothing_text(storage, unique_id))
+        if metadata.format == "pdparams":  # which may hold anything, such as a scheduler's state
+            warn_of_folders(storage, [info.name for info in metadata.files])
         return metadata, b""
     name = metadata_name(chosen)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,26 @@ def test_a_folder_of_several_formats_says_so(tmp_path: Path, caplog: pytest.LogC
         assert read_metadata(tmp_path / "ckpt").format == "paddle"
     assert "holds several formats" in caplog.text
     assert "safetensors" in caplog.text
+
+
+def test_a_file_beside_folders_with_checkpoints_is_not_taken_for_them_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the folder of a trainer's step, whose scheduler alone is in a file."""
+    (tmp_path / "scheduler.pdparams").write_bytes(pickle.dumps({"last_epoch": 4}, protocol=4))
+    with caplog.at_level(logging.WARNING):
+        assert verify(tmp_path).ok
+    assert not caplog.records
+    save_alone({"mine": np.arange(3)}, tmp_path / "model_state", 0)
+    shutil.copytree(GOLDEN / "paddle-3.3.1", tmp_path / "optimizer_state")
+    for path, said in ((tmp_path, 1), (tmp_path / "scheduler.pdparams", 0)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert verify(path).ok
+        assert [
+            "is in scheduler.pdparams, and not in the checkpoints model_state, optimizer_state: pass" in text
+            for text in caplog.messages
+        ] == [True] * said
 
 
 @pytest.mark.parametrize("enabled", [True, False])
