@@ -24,7 +24,7 @@ from ..folder.stored_values import read_json, read_values
 from ..options import SaveOptions
 from ..storage.base import Storage
 from ..tree.paths import flat_keys
-from ..tree.values import from_jsonable
+from ..tree.values import values_of
 from .native import NewCheckpoint, plan_native
 from .paddle_files import plan_paddle, plan_pdparams
 from .plan import ExportFile, ExportTensor, StoredPart, divide_files
@@ -226,7 +226,7 @@ def _paddle(chosen: _Selected, job: _Job) -> ExportPlan:
 
 
 def _pdparams(chosen: _Selected, job: _Job) -> ExportPlan:
-    values = [(path, from_jsonable(tree)) for path, tree in chosen.values]
+    values = list(values_of(chosen.values).items())
     values += _read_values(job.source, job.metadata, chosen.large)
     return _divided(job, plan_pdparams(chosen.tensors, values, Path(job.request.out).name))
 

@@ -15,7 +15,7 @@ from ..core.columns import IntArray
 from ..core.layouts import Layout
 from ..core.shards import Kind, ShardTable
 from ..tree.paths import Part, parse_path, plain_key, special_keys
-from ..tree.values import from_jsonable
+from ..tree.values import from_jsonable, values_of
 from ..version import __version__
 from .times import SaveTimes
 
@@ -225,7 +225,7 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
     @cached_property
     def values(self) -> dict[str, Any]:
         """Flat key to value, for the values kept in `.metadata` itself (those of up to 4 KiB)."""
-        return {self.key(path): from_jsonable(tree) for path, tree in self.value_records}
+        return {self.key(path): value for path, value in values_of(self.value_records).items()}
 
     @cached_property
     def state_dict_metadata(self) -> dict[str, list[LocalTensorMetadata]]:

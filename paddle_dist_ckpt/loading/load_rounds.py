@@ -39,7 +39,7 @@ from ..reports import LoadReport, loaded_line
 from ..tree.building import build_tree
 from ..tree.paths import below, is_own, parent_of, plain_key
 from ..tree.state_dict import Leaves, PerRank
-from ..tree.values import from_jsonable
+from ..tree.values import values_of
 from .collecting import collect
 from .exchange_orders import ExchangeRound
 from .exchange_parts import ExchangeParts, Replaced
@@ -313,7 +313,7 @@ def _values(fit: Fit, room: Room) -> dict[str, Any]:
     Where the state_dict has a value, or an empty dict, at a path below which values are stored, these become one tree.
     """
     ours = fit.answer.values.items()
-    values = {path: from_jsonable(tree, kept=False) for path, tree in ours if path not in fit.refused}
+    values = values_of(((path, tree) for path, tree in ours if path not in fit.refused), kept=False)
     values |= {
         path: value if i == 0 else copy.deepcopy(value)
         for stored, value in fit.targets.entries(room).items()

@@ -21,7 +21,7 @@ import io
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import msgspec
@@ -30,8 +30,9 @@ import numpy as np
 from ..core.decoding import decoding, finite_float, has_few_of_one_hash
 from ..core.garbage import no_collections
 from ..core.memory import Bytes1D
-from ..errors import UnsupportedValueError
+from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from .advice import refusal_of
+from .paths import plain_key
 
 __all__ = [
     "DECODE_ERRORS",
@@ -43,6 +44,7 @@ __all__ = [
     "in_any_order",
     "is_tagged",
     "to_jsonable",
+    "values_of",
 ]
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -225,6 +227,21 @@ def from_jsonable(tree: Any, kept: bool = True) -> Any:
         return tree
     with decoding("a stored value is not well-formed"), no_collections():
         return _value(tree, 0, kept)
+
+
+def values_of(trees: Iterable[tuple[str, Any]], kept: bool = True) -> dict[str, Any]:
+    """The values of trees, by path; see :func:`from_jsonable`.
+
+    Raises:
+        CheckpointCorruptedError: one is not such a tree; its key is named.
+    """
+    values, path = dict[str, Any](), ""
+    try:
+        for path, tree in trees:
+            values[path] = from_jsonable(tree, kept)
+    except CheckpointCorruptedError as error:
+        raise CheckpointCorruptedError(f"{plain_key(path)}: {error}") from error
+    return values
 
 
 def _value(tree: Any, depth: int, kept: bool) -> Any:

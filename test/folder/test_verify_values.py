@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import verify
+from paddle_dist_ckpt import export, read_metadata, verify
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointReplacedError
 from paddle_dist_ckpt.folder.boxes import BoxReader
 from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
@@ -42,8 +42,13 @@ def test_values_that_cannot_be_decoded_are_problems(tmp_path: Path, text: bytes,
     assert problem.startswith("v: ")
     found = answer("verify", tmp_path, code=1)
     assert [entry["text"] for entry in found["problems"]] == [problem]
-    with pytest.raises(CheckpointCorruptedError):
+    with pytest.raises(CheckpointCorruptedError, match="^v: "):
         load_whole(tmp_path)
+    if inline:
+        with pytest.raises(CheckpointCorruptedError, match="^v: "):
+            assert read_metadata(tmp_path).values
+        with pytest.raises(CheckpointCorruptedError, match="v: "):
+            export(tmp_path, tmp_path / "out.pdparams", format="pdparams")
 
 
 def test_good_values_are_none(tmp_path: Path) -> None:
