@@ -18,6 +18,7 @@ from .keys import TOKEN_BYTES
 __all__ = [
     "BootstrapStore",
     "Rendezvous",
+    "StoreLostError",
     "address_of",
     "fetch",
     "local_address",
@@ -50,6 +51,18 @@ class BootstrapStore(Protocol):
             OSError: the store cannot be reached.
         """
         ...
+
+
+class StoreLostError(ConnectionError):
+    """The store cannot be reached, as the rank is gone that keeps it, which need not be one of the hub's.
+
+    Attributes:
+        keeper: That rank.
+    """
+
+    def __init__(self, keeper: int, text: str) -> None:
+        super().__init__(text)
+        self.keeper = keeper
 
 
 class Rendezvous(msgspec.Struct, array_like=True, frozen=True):
@@ -123,9 +136,13 @@ def refuse(store: BootstrapStore, key: str, attempt: int, error: Exception) -> N
 
 
 def unreachable(coordinator: int, what: str, error: OSError) -> RankFailureError:
-    """The error of a rank that cannot reach the store, which says what has become of the coordinator."""
-    text = f"rank {coordinator}, the coordinator, {what}: the store that all ranks share is gone ({error})"
-    return RankFailureError(text, {coordinator: CheckpointError(str(error))})
+    """The error of a rank that cannot reach the store, which says what has become of the coordinator, or of the rank
+    that kept the store, if it is known to be another one."""
+    lost, text = coordinator, f"rank {coordinator}, the coordinator, {what}: the store that all ranks share is gone"
+    if isinstance(error, StoreLostError) and error.keeper != coordinator:
+        lost = error.keeper
+        text = f"rank {lost}, which keeps the store that all ranks share, was lost before there was a control hub"
+    return RankFailureError(f"{text} ({error})", {lost: CheckpointError(str(error))})
 
 
 def not_set_up(coordinator: int, timeout: float) -> CheckpointTimeoutError:

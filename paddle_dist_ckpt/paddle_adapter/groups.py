@@ -24,7 +24,7 @@ from paddle.distributed.communication.group import Group, _GroupManager
 
 from ..arguments import as_integer
 from ..control import AgreedHub, RefusingHub, TcpHub
-from ..control.bootstrap import not_set_up, refuse, unreachable
+from ..control.bootstrap import StoreLostError, not_set_up, refuse, unreachable
 from ..control.ranks import Ranks
 from ..control.session import SHORTEST_TIMEOUT
 from ..core.protocols import ControlHub
@@ -37,6 +37,7 @@ __all__ = ["connect"]
 T = TypeVar("T")
 _logger = logging.getLogger("paddle_dist_ckpt")
 _ATTRIBUTE = "_paddle_dist_ckpt"
+_STORE_RANK = 0  # which keeps the job's store
 _STORE_SECONDS = 300
 _POLL_SECONDS = 0.02
 _STORE_GRACE = 1.0  # within which a store that answers says itself that the time is over
@@ -334,7 +335,7 @@ class _PaddleStore:
         except FutureTimeout:
             raise TimeoutError(f"Paddle's store has not answered within {timeout:g} s") from None
         except (ValueError, RuntimeError) as error:  # Paddle's, for whatever becomes of a connection
-            raise ConnectionError(f"Paddle's store: {type(error).__name__}: {error}") from error
+            raise StoreLostError(_STORE_RANK, f"Paddle's store: {type(error).__name__}: {error}") from error
 
 
 def _started(call: Callable[[], T], name: str) -> Future[T]:

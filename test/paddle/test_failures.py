@@ -344,30 +344,40 @@ def test_a_rank_that_gave_up_too_early_hears_later_what_was_said_of_the_secret(
     assert time.monotonic() - begun < SOON
 
 
+def _reset() -> None:
+    raise ValueError("TCP receive error")
+
+
 class _GoneStore:
     """Paddle's, when the rank that keeps it has ended."""
+
+    _bounded = staticmethod(groups._PaddleStore._bounded)
 
     def __init__(self, timeout: float) -> None: ...
 
     def set(self, key: str, value: bytes) -> None:
-        raise ConnectionError("Paddle's store: ValueError: TCP receive error")
+        self._bounded(_reset, SOON)
 
     def get(self, key: str, timeout: float) -> bytes:
-        raise ConnectionError("Paddle's store: ValueError: TCP receive error")
+        self._bounded(_reset, SOON)
+        raise AssertionError
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("with_secret", [False, True])
-def test_a_store_that_is_gone_is_told_of_the_coordinator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, with_secret: bool
+def test_a_store_that_is_gone_is_told_of_the_rank_that_kept_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, first: int, with_secret: bool
 ) -> None:
+    """Rank 0, which need not be the coordinator, nor one of the group's ranks."""
     (tmp_path / "secret").write_bytes(b"x" * 20)
     if with_secret:
         monkeypatch.setenv(job_secret.SECRET_FILE, str(tmp_path / "secret"))
     monkeypatch.setattr(groups, "_PaddleStore", _GoneStore)
-    group = SimpleNamespace(id=0, ranks=[0, 1])
-    with pytest.raises(RankFailureError, match="rank 0, the coordinator, .*TCP receive error") as caught:
-        groups._connection(group, (0, 1), rank, 0, 5.0)
+    members = (first, first + 1)
+    role = ", which keeps the store" if first else ", the coordinator, "
+    with pytest.raises(RankFailureError, match=f"^rank 0{role}.*TCP receive error") as caught:
+        groups._connection(SimpleNamespace(id=0, ranks=list(members)), members, members[rank], first, 5.0)
     assert list(caught.value.failures) == [0]
 
 
