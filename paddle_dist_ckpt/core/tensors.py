@@ -198,12 +198,20 @@ def is_native_array(value: Any) -> bool:
 
 def view_of_array(array: npt.NDArray[Any]) -> TensorView:
     """A numpy array of a native type as a plain tensor."""
-    dtype = _native(array.dtype)
-    assert dtype is not None
-    strides = None if array.flags.c_contiguous else array.strides
-    shard = LocalShard(whole(array.shape), strides)
-    geometry = Geometry(Kind.ARRAY, dtype, array.shape, True, (shard,), None, array.flags.writeable)
+    flags = array.flags
+    strides = None if flags.c_contiguous else array.strides
+    geometry = _geometry_of_array(array.dtype, array.shape, strides, flags.writeable)
     return TensorView(geometry, (address_of(array),), array, None)
+
+
+@functools.lru_cache(maxsize=256)
+def _geometry_of_array(
+    dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...] | None, writable: bool
+) -> Geometry:
+    """What arrays that are alike have in common: most are like one of the latest."""
+    native = _native(dtype)
+    assert native is not None
+    return Geometry(Kind.ARRAY, native, shape, True, (LocalShard(whole(shape), strides),), None, writable)
 
 
 @functools.lru_cache(maxsize=256)
