@@ -90,32 +90,37 @@ def assign(state_dict: dict[Any, Any], values: Mapping[str, Any]) -> None:
     """Set the leaves at these paths. Dicts and lists are changed in place; a tuple is replaced by a new one."""
     if "" in values:  # all of it is one value: an object's state without entries
         state_dict.update(values[""])
-    else:
-        _assign(state_dict, _nested(values.items()))
+        return
+    changes: dict[Part, Any] = {}
+    for path, value in values.items():
+        _put(changes, path, value)
+    _assign(state_dict, changes)
 
 
-class _Leaf(NamedTuple):
-    value: Any
+_OF_DICTS = frozenset((str, int))
 
 
-def _nested(leaves: Iterable[tuple[str, Any]]) -> dict[Part, Any]:
-    """Leaves at paths as nested dicts by part of the path.
+class _DictLeaf(NamedTuple):
+    """A leaf whose value is a dict, among nested dicts by part of the path. All other leaves stand for themselves."""
+
+    value: dict[Any, Any]
+
+
+def _put(root: dict[Part, Any], path: str, value: Any) -> None:
+    """Put a leaf into nested dicts by part of the path.
 
     Raises:
         ValueError: a path is both a leaf's and a container's, or twice a leaf's.
     """
-    root: dict[Part, Any] = {}
-    for path, value in leaves:
-        node = root
-        *containers, last = parse_path(path)
-        for part in containers:
-            node = node.setdefault(part, {})
-            if isinstance(node, _Leaf):
-                raise ValueError(f"{path}: both a leaf and a container")
-        if last in node:
-            raise ValueError(f"{path}: twice a leaf, or both a leaf and a container")
-        node[last] = _Leaf(value)
-    return root
+    node = root
+    *containers, last = parse_path(path)
+    for part in containers:
+        node = node.setdefault(part, {})
+        if type(node) is not dict:
+            raise ValueError(f"{path}: both a leaf and a container")
+    if last in node:
+        raise ValueError(f"{path}: twice a leaf, or both a leaf and a container")
+    node[last] = _DictLeaf(value) if type(value) is dict else value
 
 
 def _assign(container: Any, changes: dict[Part, Any]) -> Any:
@@ -123,12 +128,12 @@ def _assign(container: Any, changes: dict[Part, Any]) -> Any:
     for part, change in changes.items():
         index = part.at if isinstance(part, (ListIndex, TupleIndex)) else part
         present = copy.get(index) if isinstance(copy, dict) else copy[index]
-        if not isinstance(change, _Leaf):
-            copy[index] = _settle(change) if present is None else _assign(present, change)
-        elif isinstance(change.value, dict) and isinstance(present, dict) and not present:
+        if type(change) is dict and present is not None:
+            copy[index] = _assign(present, change)
+        elif isinstance(change, _DictLeaf) and isinstance(present, dict) and not present:
             present.update(change.value)
         else:
-            copy[index] = change.value
+            copy[index] = _settle(change)
     return tuple(copy) if isinstance(container, tuple) else copy
 
 
@@ -138,21 +143,29 @@ def build_tree(leaves: Iterable[tuple[str, Any]]) -> Any:
 
     Places of a list or tuple that no path names hold None. A leaf at the empty path is the tree itself.
     """
-    pairs = list(leaves)
-    alone = [value for path, value in pairs if path == ""]
-    return alone[0] if alone else _settle(_nested(pairs))
+    root: dict[Part, Any] = {}
+    for path, value in leaves:
+        if path == "":
+            return value
+        _put(root, path, value)
+    return _settle(root)
 
 
 def _settle(node: Any) -> Any:
     """What a node stands for: a leaf's value, or a container, for which the node's own dict is taken if it can be."""
-    if isinstance(node, _Leaf):
+    if isinstance(node, _DictLeaf):
         return node.value
+    if type(node) is not dict:
+        return node
     for part, child in node.items():
-        node[part] = _settle(child)
+        if isinstance(child, (dict, _DictLeaf)):
+            node[part] = _settle(child)
     kinds = set(map(type, node))
+    if kinds <= _OF_DICTS:
+        return node
     if kinds == {RankIndex}:
         return {part.at: child for part, child in node.items()}
-    if (kinds <= {ListIndex} and node) or (kinds <= {TupleIndex} and node):
+    if kinds in ({ListIndex}, {TupleIndex}):
         items: list[Any] = [None] * (1 + max(part.at for part in node))
         for part, child in node.items():
             items[part.at] = child

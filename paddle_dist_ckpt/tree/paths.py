@@ -245,10 +245,10 @@ class Containers(NamedTuple):
         """Look at paths, in memory in proportion to their number."""
         different = dict.fromkeys(paths)  # in order: if they are sorted, they nearly are for what follows too
         most = _FEW_CONTAINERS + (sum(map(len, different)) + len(different) - 1) // _CHARACTERS
-        ordered, slashes = list[str](), 0
+        ordered, containers = list[str](), 1  # at most: the outermost, and all others of each path
         for text in map(_narrow, _joined(different)):  # without a call for each path
-            slashes += text.count("/")
-            if slashes > most or "/~" in text or "\0" in text:
+            containers += text.count("/") - text.count("\n")
+            if containers > most or "/~" in text or "\0" in text:
                 return cls._by_part(sorted(different, key=_by_parts), most)
             ordered += text.replace("/", "\0").replace("\n", "\0\n").split("\n")[:-1]
         if len(ordered) != len(different):  # a path with a newline

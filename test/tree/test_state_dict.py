@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paddle_dist_ckpt.errors import UnsupportedValueError
 from paddle_dist_ckpt.testing import NumpyAdapter, run_ranks
 from paddle_dist_ckpt.tree.building import assign, build_tree
 from paddle_dist_ckpt.tree.state_dict import Leaves, flatten
+from test.jobs import little_memory
 from test.strategies import equal, examples
 
 
@@ -144,6 +146,29 @@ def test_build_tree_fills_places_that_no_path_names() -> None:
     assert build_tree([("/a/~l2", 1), ("/b/~t1", 2)]) == {"a": [None, None, 1], "b": (None, 2)}
     assert build_tree([("", 5)]) == 5
     assert build_tree([]) == {}
+
+
+def test_build_tree_takes_little_more_memory_than_the_tree() -> None:
+    leaves = [(f"/k{i}/v", i) for i in range(20_000)]
+    tracemalloc.start()
+    tree = build_tree(leaves)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert tree["k7"] == {"v": 7}
+    with little_memory(11 * size // 10):
+        build_tree(leaves)
+
+
+def test_dicts_are_leaves_as_they_are() -> None:
+    ordered = collections.OrderedDict(x=1)
+    assert build_tree([("/a", {"x": 1}), ("/b/~l0", {}), ("/c", ordered)]) == {"a": {"x": 1}, "b": [{}], "c": ordered}
+    with pytest.raises(ValueError, match="/a/y"):
+        build_tree([("/a", {"x": 1}), ("/a/y", 2)])
+    state = {"a": {}, "b": {"x": 1}}
+    kept = state["a"]
+    assign(state, {"/a": {"z": 2}, "/b": {"y": 3}})
+    assert state == {"a": {"z": 2}, "b": {"y": 3}}
+    assert state["a"] is kept
 
 
 @pytest.mark.parametrize("order", [("/a", "/a/b"), ("/a/b", "/a")])
