@@ -43,11 +43,12 @@ def is_storable(shape: Sequence[int]) -> bool:
 class LayoutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A layout as it is stored: by the cuts of each dimension where the boxes form a grid, else box by box.
 
-    ``offsets`` and ``extents`` have one column a dimension.
+    ``offsets`` and ``extents`` have one column a dimension. Most dimensions are not cut, and to have tuples for that
+    takes no memory.
     """
 
-    shape: list[int]
-    cuts: list[list[int]] | None = None
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...] | None = None
     count: int = 0
     offsets: list[Column] = []
     extents: list[Column] = []
@@ -71,7 +72,7 @@ class Grid:
     @property
     def volumes(self) -> IntArray:
         """Elements of each box, ``[boxes]``."""
-        volumes = np.full(1, math.prod(int(lengths[0]) for lengths in self.lengths if len(lengths) == 1))
+        volumes = np.array([math.prod(int(lengths[0]) for lengths in self.lengths if len(lengths) == 1)], np.int64)
         for lengths in self.lengths:
             if len(lengths) > 1:
                 volumes = np.multiply.outer(volumes, lengths).reshape(-1)
@@ -136,12 +137,12 @@ class Layout:
             raise UnsupportedValueError(f"a tensor of shape {list(self.shape)} cannot be stored")
         cuts = self.cuts()
         if cuts is not None:
-            return LayoutRecord(list(self.shape), cuts)
+            return LayoutRecord(self.shape, tuple(map(tuple, cuts)))
         if not len(self.parts):  # in less time
             nothing = [pack_column([])] * len(self.shape)
-            return LayoutRecord(list(self.shape), None, 0, nothing, nothing)
+            return LayoutRecord(self.shape, None, 0, nothing, nothing)
         offsets, extents = (list(map(pack_column, rows.T)) for rows in (self.boxes.offset, self.boxes.shape))
-        return LayoutRecord(list(self.shape), None, len(self.boxes), offsets, extents)
+        return LayoutRecord(self.shape, None, len(self.boxes), offsets, extents)
 
     @classmethod
     def from_record(cls, record: LayoutRecord, most: int) -> Layout:
@@ -150,7 +151,7 @@ class Layout:
         Raises:
             CheckpointCorruptedError: too many boxes, or boxes that are not inside the tensor.
         """
-        shape = tuple(record.shape)
+        shape = record.shape
         if not is_storable(shape):
             raise CheckpointCorruptedError(f"a layout has the shape {str(shape)[:200]}")
         if record.cuts is not None:
@@ -308,7 +309,7 @@ def _not_ascending(offsets: IntArray) -> bool:
     return bool((np.take_along_axis(step, first[:, None], axis=1) <= 0).any())
 
 
-def _checked_grid(shape: tuple[int, ...], cuts: list[list[int]], most: int) -> Layout:
+def _checked_grid(shape: tuple[int, ...], cuts: Sequence[Sequence[int]], most: int) -> Layout:
     most = min(most, _MOST_EMPTY) if 0 in shape else most
     if len(cuts) != len(shape) or math.prod(len(c) + 1 for c in cuts) > most:
         raise CheckpointCorruptedError(f"a layout of shape {shape} is cut in more than {most} boxes")

@@ -241,7 +241,7 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "keys of six hundred letters, of many parts": _long_keys("encoder.", 600, 5000),
     "names of a run of eight thousand letters": _named("w_0_", 8000, 50),
     "names of a run that may end anywhere": _named("_0", 900, 2000),
-    "a layout for each of many tensors of two dimensions": _own_layouts([0, 1], 12_000),
+    "a layout for each of many tensors of two dimensions": _own_layouts([0, 1], 60_000),
     "a layout for each of many tensors of thirty-two": _own_layouts([0] + [1] * 31, 4000),
     "a great many values in a data file": _many_values(damaged=False),
     "a great many damaged values in a data file": _many_values(damaged=True),

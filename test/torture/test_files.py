@@ -78,6 +78,7 @@ def test_files_that_describe_more_than_they_hold_cost_what_they_hold(tmp_path: P
         ("numbers far from one, inline", "inspect in JSON"),
         ("a text of what nobody sees", "cat value in JSON"),
         ("times of many ranks", "report"),
+        ("a layout for each of many tensors of two dimensions", "load"),
     ],
 )
 def test_what_one_reader_took_too_much_for(tmp_path: Path, name: str, reader: str) -> None:

@@ -73,9 +73,9 @@ def record_at(edge: int) -> tuple[TableRecord, int]:
     rows = Boxes.of([Box((0, 0), (edge, 1)), Box((0, 1), (edge + 1, 1)), Box((edge, 0), (1, 1))], 2)
     ends = Boxes.of([Box((0,), (edge,)), Box((edge,), (1,)), Box((edge + 1,), (edge,)), Box((2 * edge,), (1,))], 1)
     made = [
-        LayoutRecord([2 * edge + 3], [[1, edge, edge + 1, 2 * edge]]),
-        LayoutRecord([edge + 1, 3], [[edge], [1, 2]]),
-        LayoutRecord([edge + 1, 2], None, 3, *([pack_column(c) for c in x.T] for x in (rows.offset, rows.shape))),
+        LayoutRecord((2 * edge + 3,), ((1, edge, edge + 1, 2 * edge),)),
+        LayoutRecord((edge + 1, 3), ((edge,), (1, 2))),
+        LayoutRecord((edge + 1, 2), None, 3, *([pack_column(c) for c in x.T] for x in (rows.offset, rows.shape))),
         LayoutRecord([2 * edge + 1], None, 4, *([pack_column(c) for c in x.T] for x in (ends.offset, ends.shape))),
     ]
     layout_of = [0, 1, 2, 3] * 3
