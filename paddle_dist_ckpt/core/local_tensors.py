@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ class LocalTensors:
     names: list[str | None] = field(default_factory=list)
     geometries: list[Geometry] = field(default_factory=list)
     geometry: list[int] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
+    addresses: array[int] = field(default_factory=lambda: array("q"))
     owners: list[Any] = field(default_factory=list)
     _numbers: dict[int, int] = field(default_factory=dict)
     _equal: dict[Geometry, int] = field(default_factory=dict)
@@ -62,7 +63,7 @@ class LocalTensors:
         self.geometry.append(self._number(geometry))
         self.paths.append(path)
         self.names.append(name)
-        self.addresses += addresses
+        self.addresses.extend(addresses)
         self.owners.append(owner)
 
     def look_at(self, paths: Sequence[str], values: Sequence[Any], adapter: TensorAdapter) -> dict[str, str]:
@@ -90,8 +91,9 @@ class LocalTensors:
 
     def tied(self) -> list[list[str]]:
         """The paths of each tensor that has several."""
-        tokens = [id(owner[0] if type(owner) is tuple else owner) for owner in self.owners]  # a tuple: of a part
-        if len(set(tokens)) == len(tokens):
+        owners = (owner[0] if type(owner) is tuple else owner for owner in self.owners)  # a tuple: of a part
+        tokens = array("q", map(id, owners))
+        if len(np.unique(tokens)) == len(tokens):
             return []
         found: dict[tuple[int, int], list[str]] = {}
         for path, *token in zip(self.paths, tokens, self.geometry, strict=True):

@@ -131,12 +131,12 @@ class ShardTable:
     def dtype_of(self) -> IntArray:
         """Which of :attr:`dtype_list` each tensor has, ``[tensors]``."""
         number = {dtype: i for i, dtype in enumerate(self.dtype_list)}
-        return np.array(list(map(number.__getitem__, self.dtypes)), np.int64)
+        return narrow(np.fromiter(map(number.__getitem__, self.dtypes), np.int64, len(self.dtypes)))
 
     @cached_property
     def itemsizes(self) -> IntArray:
         """Item size of each tensor, ``[tensors]``."""
-        return np.array([dtype.itemsize for dtype in self.dtype_list], np.int64)[self.dtype_of]
+        return narrow(np.array([dtype.itemsize for dtype in self.dtype_list], np.int64)[self.dtype_of])
 
     def layout_boxes(self, dimensions: int) -> LayoutBoxes:
         """The boxes of all layouts, one layout after the other, in so many dimensions."""
@@ -198,7 +198,7 @@ class ShardTable:
 
     def forget(self) -> None:
         """Free the columns that follow from others, which are made again if they are asked for."""
-        for name in ("shard_tensor", "shard_bytes", "file_order", "_file_edges", "data_offsets"):
+        for name in ("index", "shard_tensor", "shard_bytes", "file_order", "_file_edges", "data_offsets"):
             self.__dict__.pop(name, None)
 
     def select(self, tensors: Sequence[int]) -> tuple[ShardTable, IntArray]:

@@ -90,7 +90,8 @@ class Answering:
         It is one answer for all ranks. If many have values of their own, some ranks are told of theirs together: to
         tell each of all would take as many bytes as the square of the ranks.
         """
-        paths, found = self._metadata.table.paths, Draft()
+        paths = self._metadata.table.paths
+        found = Draft(np.zeros(len(paths), bool))
         names = self._names_of(wanted)
         made = set(wanted.made)
         self._answer_arranged(wanted, arranged, made, found)
@@ -107,7 +108,7 @@ class Answering:
                 # It is filled with what its other path is.
                 place = next((at for other in tied[path] if (at := places.get(other)) is not None), None)
             if place is not None and place not in self._stored.blobs:
-                found.tensors.add(place)
+                found.tensors[place] = True
                 if paths[place] != path:
                     found.stored[path] = paths[place]
             elif not self.names.learning_rates and path in names.learning_rates:
@@ -120,14 +121,20 @@ class Answering:
             self._answer_source(key, found)
         self._lacking.append((wanted.tensors, {*found.unfit, *found.skipped}, wanted.tied))
         index = self._metadata.table.index
-        self._is_asked[[*found.tensors, *(index[path] for path in self._stored.apart if path in index)]] = True
-        self._is_asked[[place for place in match.places(wanted.kept) if place is not None]] = True
+        self._is_asked |= found.tensors
+        kept = (place for place in match.places(wanted.kept) if place is not None)
+        self._is_asked[[*kept, *(index[path] for path in self._stored.apart if path in index)]] = True
         for optimizer, parameter in wanted.frozen:
             place = places.get(parameter)
             if place is not None:
                 self._frozen.setdefault(paths[place], []).append((optimizer, parameter))
         groups = self._groups if found.own else [self._ranks]
         return [(ranks, self._assemble(found, ranks)) for ranks in groups]
+
+    def forget(self) -> None:
+        """Free what only answers need, which is made again if it is asked for."""
+        self._stored.forget()
+        self._metadata.table.forget()
 
     def _find_untrained(self, found: Draft, names: Names, places: Mapping[str, int | None]) -> None:
         """Note of what kind of parameters optimizer variables are missing, see ``untrained``."""
@@ -209,7 +216,7 @@ class Answering:
         if place is None or place in self._stored.blobs:
             found.absent[key] = self._stored.what_is(path)
         else:
-            found.tensors.add(place)
+            found.tensors[place] = True
             found.sources[key] = path
 
     @property
@@ -259,8 +266,10 @@ class Answering:
     def _assemble(self, found: Draft, ranks: Set[int]) -> LoadAnswer:
         metadata = self._metadata
         left = {path for path, rank in found.own.items() if rank not in ranks and len(found.renamed[path]) == 1}
-        places = sorted(found.tensors.difference(map(self._stored.index.__getitem__, left)))
-        table, shards = metadata.table.select(places)
+        taken = found.tensors.copy()
+        taken[[self._stored.index[path] for path in left]] = False
+        places = np.flatnonzero(taken)
+        table, shards = metadata.table.select(places.tolist())
         table.kinds[np.searchsorted(places, sorted(found.arrays))] = Kind.ARRAY
         used, renumbered = numbered(table.shard_file)
         special = metadata.special_keys

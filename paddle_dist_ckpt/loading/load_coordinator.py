@@ -104,12 +104,12 @@ class LoadCoordinator:
         first_with: dict[bytes, int] = {}  # the first rank that wants each, which mostly is the same on all
         for rank, request in requests.items():
             first_with.setdefault(request.wanted, rank)
-        wanted = {data: decode(data, WantedPaths) for data in first_with}
+        wanted = {data: _sharing(decode(data, WantedPaths), metadata.table.paths) for data in first_with}
         self._complete = {key for one in wanted.values() for key in one.complete}
         keys = found_nowhere(one.patterns for one in wanted.values())
         unmatched = found_nowhere(one.key_map for one in wanted.values())
-        find_keys = functools.partial(keys_of, wanted.values())
-        containers = functools.partial(containers_in, wanted.values())
+        every = list(wanted.values())
+        find_keys, containers = functools.partial(keys_of, every), functools.partial(containers_in, every)
         objects = {plain_key(path) for one in wanted.values() for path, has in one.values.items() if has == "object"}
         ranks, missing = self._session.ranks, self._options.allow_missing
         # Not a method, which would lead back here: all that was told would stay until Python looks for garbage.
@@ -119,13 +119,13 @@ class LoadCoordinator:
             self._storage.location,
             metadata,
             self._answering,
-            list(wanted.values()),
+            every,
             self._options,
             [unmatched_text(entry, objects) for entry in unmatched],
         )
         check_same_sources({first_with[data]: paths for data, paths in wanted.items()})
         self._asked_keys = keys_of(wanted.values()) if metadata.left_out else set()
-        arranged = self._arranged(list(wanted.values()))
+        arranged = self._arranged(every)
         if any(arranged.values()):  # an object's entries may be stored elsewhere
             self._complete.clear()
         answered = {
@@ -134,7 +134,7 @@ class LoadCoordinator:
         }
         if thawed := self._answering.thawed():
             return dict.fromkeys(requests, encode(LoadAnswer(thawed=thawed)))
-        metadata.table.forget()
+        self._answering.forget()
         return {
             rank: next(one for group, one in answered[request.wanted] if rank in group)
             for rank, request in requests.items()
@@ -346,6 +346,11 @@ class LoadCoordinator:
         unused = [path for path in paths if not allowed(self._metadata.key(path))]
         left = judge(self._metadata, self._answering.names, self._answering.asked, unused, sorted(self._complete))
         return [Mismatch(key, f"{key}: stored, but {NOT_YET}") for key in left.refused], left.doubtful
+
+
+def _sharing(wanted: WantedPaths, stored: list[str]) -> WantedPaths:
+    """The same; if all stored tensors are wanted, their paths are in memory once."""
+    return msgspec.structs.replace(wanted, tensors=stored) if wanted.tensors == stored else wanted
 
 
 def _bytes_by_host(needs: Mapping[int, DecideRequest], hosts: Mapping[int, str]) -> Counter[tuple[str, str]]:

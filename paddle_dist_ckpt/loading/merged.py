@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Container, Mapping
 from typing import Any, Literal
 
+import numpy as np
+
 from ..control import NoTransport, SoloHub
 from ..core.dtypes import DType, arithmetic_dtype
 from ..core.garbage import no_collections
@@ -58,7 +60,8 @@ class NewLeaves(Holder):
         return self._leaves
 
     def restore(self, values: Mapping[str, Any], untouched: Container[str]) -> list[Mismatch]:
-        self.found = {**values, **dict(zip(self._leaves.tensor_paths, self._leaves.tensors, strict=True))}
+        self.found = dict(values)
+        self.found.update(zip(self._leaves.tensor_paths, self._leaves.tensors, strict=True))
         self.left = untouched
         return []
 
@@ -77,13 +80,11 @@ def load_merged(
     """See :func:`paddle_dist_ckpt.load_merged_state_dict`. ``rest`` says what is made without ``options.recipes``."""
     arranger = arranger_for(options, rest)
     restarts = Restarts(storage)
-    metadata: Metadata
-    chosen: Chosen
+    there: list[tuple[Metadata, Chosen]] = []
 
     def add(leaves: Leaves) -> None:
-        nonlocal metadata, chosen
-        metadata, chosen = _choose(storage, unique_id, selection, arranger, options.strict, restarts)
-        _add_leaves(leaves, metadata, chosen, adapter.empty)
+        there[:] = [_choose(storage, unique_id, selection, arranger, options.strict, restarts)]
+        _add_leaves(leaves, *there[0], adapter.empty)
 
     holder = NewLeaves(add)
     with SoloHub().session("load", options.timeout) as session:
@@ -92,14 +93,15 @@ def load_merged(
         context = LoadContext(
             storage, session, NoTransport(), adapter, plain, threads, arranger=arranger, is_part=is_part
         )
-        report = LeavesLoad(holder, context, unique_id, lambda _: metadata).run()
+        report = LeavesLoad(holder, context, unique_id, lambda _: there[0][0]).run()
     for reason in report.skipped:  # memory that nothing was read to
         _logger.warning("left out: %s", reason)
     found, left = holder.found, holder.left
-    if flat:
-        pairs = zip(chosen.keys(metadata), chosen.paths, strict=True)
-        return {key: found[path] for key, path in pairs if path not in left}
-    tree: dict[Any, Any] = build_tree((place, found[path]) for path, place in chosen.paths.items() if path not in left)
+    metadata, chosen = there.pop()
+    names = chosen.keys(metadata) if flat else chosen.paths.values()
+    del metadata  # which may be as large as the tree
+    pairs = ((name, found[path]) for name, path in zip(names, chosen.paths, strict=True) if path not in left)
+    tree: dict[Any, Any] = dict(pairs) if flat else build_tree(pairs)
     return tree
 
 
@@ -134,13 +136,14 @@ def _choose(
 def _add_leaves(leaves: Leaves, metadata: Metadata, chosen: Chosen, empty: _Empty) -> None:
     """Add memory for what is loaded, and the places of values."""
     table = metadata.table
+    kinds = table.kinds.tolist()
     for path in chosen.paths:
         one, place = chosen.made.get(path), table.index.get(path)
         if one is not None:
             add_leaf(leaves, path, Kind.TENSOR, one.shape, one.dtype_of(chosen.stored), empty, plain_key(path))
         elif place is not None:
-            kind, shape = Kind(table.kinds[place]), table.shape_of(place)
-            add_leaf(leaves, path, kind, shape, table.dtypes[place], empty, metadata.key(path))
+            key = metadata.key(path)
+            add_leaf(leaves, path, kinds[place], table.shape_of(place), table.dtypes[place], empty, key)
         else:
             leaves.value_paths.append(path)
             leaves.values.append(None)
@@ -149,13 +152,13 @@ def _add_leaves(leaves: Leaves, metadata: Metadata, chosen: Chosen, empty: _Empt
 def _files_of(metadata: Metadata, chosen: Chosen) -> list[int]:
     """The files that hold what is read."""
     table, made = metadata.table, chosen.made
-    read = {table.index[metadata.path_of[part.key]] for one in made.values() for part in one.parts}
-    read |= {table.index[path] for path in chosen.paths if path not in made and path in table.index}
-    return sorted(set(table.select(sorted(read))[0].shard_file.tolist()))
+    is_read = np.array([path in chosen.paths and path not in made for path in table.paths], bool)
+    is_read[[table.index[metadata.path_of[part.key]] for one in made.values() for part in one.parts]] = True
+    return np.unique(table.shard_file[is_read[table.shard_tensor]]).tolist()
 
 
 def add_leaf(
-    leaves: Leaves, path: str, kind: Kind, shape: tuple[int, ...], dtype: DType, empty: _Empty, key: str
+    leaves: Leaves, path: str, kind: int, shape: tuple[int, ...], dtype: DType, empty: _Empty, key: str
 ) -> None:
     """Add something that is stored as an entry: memory for a tensor or an array, or the place of a value.
 

@@ -114,15 +114,19 @@ def find_shared_memory(targets: Targets, rows: IntArray) -> list[SharedMemory]:
     Targets that merely lie between each other's rows are taken for sharing; that costs memory and does no harm.
     """
     on_device = targets.on_device[rows]
-    return [*_find(targets, rows[~on_device]), *_find(targets, rows[on_device])]
+    return [shared for of_kind in (~on_device, on_device) for shared in _find(targets, rows[of_kind])]
 
 
 def _find(targets: Targets, rows: IntArray) -> list[SharedMemory]:
     """Those among rows that are all on the host, or all on a device."""
-    address, (start, stop) = targets.address[rows], (column[rows] for column in targets.stretches)
+    start, stop = (column[rows] for column in targets.stretches)
     order = np.argsort(start, kind="stable")
-    rows, address, start, stop = rows[order], address[order], start[order], np.maximum.accumulate(stop[order])
+    start, stop = start[order], np.maximum.accumulate(stop[order])
     fresh = np.concatenate([np.ones(min(1, len(rows)), bool), start[1:] >= stop[:-1]])
+    if fresh.all():  # as nearly always
+        return []
+    rows = rows[order]
+    address = targets.address[rows]
     firsts = np.flatnonzero(fresh)
     lasts = np.append(firsts[1:], len(rows))
     shared = []

@@ -32,19 +32,27 @@ class StoredPaths:
     Attributes:
         paths: All of them, ascending.
         values: The values that `.metadata` has itself, in the form in which they are stored.
-        index: The places of all else in the table.
         blobs: The places of values among these.
         apart: The paths of lists that were taken apart, whose parts are among ``values`` now.
     """
 
     def __init__(self, metadata: Metadata, hints: Hints, read: Callable[[int], Any]) -> None:
         self._metadata, self._hints, self._read = metadata, hints, read
-        self.index: Mapping[str, int] = metadata.table.index
         self.values: dict[str, Any] = dict(metadata.value_records)
         self.paths = sorted([*metadata.table.paths, *self.values])
         self.blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
         self.apart: set[str] = set()
         self._parts: dict[str, dict[Part, Any]] = {}
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """The places in the table of all that is not among ``values``, and never was."""
+        index = self._metadata.table.index
+        return {path: place for path, place in index.items() if path not in self.apart} if self.apart else index
+
+    def forget(self) -> None:
+        """Free the index, which is made again if it is asked for."""
+        self.__dict__.pop("index", None)
 
     def below(self, path: str) -> list[str]:
         """The paths below one, ascending."""
@@ -92,7 +100,7 @@ class StoredPaths:
             if self.is_value(above) and (parts := self.parts_at(above)):
                 self.apart.add(above)
                 if self.values.pop(above, None) is None:
-                    self.index = {other: place for other, place in self.index.items() if other != above}
+                    self.forget()
                 del self.paths[bisect.bisect_left(self.paths, above)]
                 leaves = dict(leaf for part, tree in parts.items() for leaf in leaves_of(join(above, part), tree))
                 self.values |= leaves

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, whole
-from ..core.columns import IntArray, Mask
+from ..core.columns import IntArray, Mask, narrow
 from ..core.decoding import decoding
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, write_all
 from ..core.dtypes import arithmetic_dtype, can_cast, cast_array
@@ -100,9 +100,9 @@ class Targets:
         found = (place[pieces.tensor] >= 0) & ~is_empty
         rows, zeros = np.flatnonzero(found & ~is_zero), np.flatnonzero(found & is_zero)
         addresses = np.array(tensors.addresses, np.int64)
-        self._owner: IntArray = pieces.tensor[rows]
-        self.tensor: IntArray = place[self._owner]
-        self.cell: IntArray = pieces.cell[rows]
+        self._owner: IntArray = narrow(pieces.tensor[rows])
+        self.tensor: IntArray = narrow(place[self._owner])
+        self.cell: IntArray = narrow(pieces.cell[rows])
         self._address: IntArray = addresses[rows]
         self.address = self._address.copy()
         self.staged = self._owner >= first_value

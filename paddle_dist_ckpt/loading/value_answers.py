@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from ..core.cached import cached_property
+from ..core.columns import Mask
 from ..core.parts import Arranged
 from ..files.metadata import Metadata
 from ..tree.names import SCHEDULER, scheduler_of
@@ -27,7 +28,7 @@ _NO_KEYS = ("~l", "~t", "~r")  # how what is below a list, a tuple or ranks' own
 class Draft:
     """What was found so far for one rank, in terms of :class:`.messages.LoadAnswer`; tensors by place in the table."""
 
-    tensors: set[int] = field(default_factory=set)
+    tensors: Mask  # of all in the table
     arrays: set[int] = field(default_factory=set)  # of the tensors, those that objects have as numpy arrays
     values: dict[str, Any] = field(default_factory=dict)
     unfit: dict[str, str] = field(default_factory=dict)
@@ -212,7 +213,7 @@ class ValueAnswers:
         Lists stay as long as they are, and what is of another kind than what is stored was looked at by itself.
         """
         places = dict[str, str]()
-        for path, present in wanted.values.items():
+        for path, present in wanted.values.items() if schedulers else ():
             scheduler = scheduler_of(path)
             if scheduler is None or present in ("none", "object"):
                 continue
@@ -237,8 +238,8 @@ class ValueAnswers:
     def _scheduler_at(self, path: str, wanted: set[str]) -> str:
         """Where a value is stored: at its path; or in the only scheduler there is, which may be elsewhere than the only
         one that is wanted."""
-        scheduler = scheduler_of(path)
-        if scheduler is None or len(wanted) != 1 or len(self._stored.schedulers) != 1:
+        scheduler = scheduler_of(path) if len(wanted) == 1 else None
+        if scheduler is None or len(self._stored.schedulers) != 1:
             return path
         (stored,) = self._stored.schedulers
         return stored + path[len(scheduler) :]
@@ -249,7 +250,7 @@ class ValueAnswers:
         if stored in self._stored.values:
             found.values[wanted] = self._stored.values[stored]
         else:
-            found.tensors.add(self._stored.index[stored])
+            found.tensors[self._stored.index[stored]] = True
             found.renamed.setdefault(stored, []).append(wanted)
 
     def lack(self, path: str, source: str, found: Draft, is_tensor: bool = False) -> None:

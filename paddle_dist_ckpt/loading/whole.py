@@ -10,7 +10,6 @@ import msgspec
 from ..control.rounds import ask
 from ..core.dtypes import dtype_named
 from ..core.messages import encode, prepare
-from ..core.shards import Kind
 from ..files.metadata import Metadata
 from ..tree.building import build_tree
 from ..tree.paths import plain_key
@@ -66,7 +65,7 @@ def load_on(receiver: int | None, context: LoadContext, metadata: Metadata | Non
 
     def add(leaves: Leaves) -> None:
         for path, kind, dtype, shape in contents.entries:
-            add_leaf(leaves, path, Kind(kind), shape, dtype_named(dtype), context.adapter.empty, plain_key(path))
+            add_leaf(leaves, path, kind, shape, dtype_named(dtype), context.adapter.empty, plain_key(path))
         leaves.value_paths.extend(contents.values)
         leaves.values.extend([None] * len(contents.values))
 

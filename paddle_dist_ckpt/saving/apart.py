@@ -33,13 +33,13 @@ def set_apart(state: LocalState, targets: LocalTensors, renamed: bool) -> LocalS
     for t, path in enumerate(state.tensors.paths):
         geometry, name, owner = state.tensors.geometries[number[t]], state.tensors.names[t], state.tensors.owners[t]
         stop = first + len(geometry.shards)
-        addresses = state.tensors.addresses[first:stop]
+        addresses = tuple(state.tensors.addresses[first:stop])
         if t in due:
             copies = [_copy(state, row) for row in range(first, stop)]
             shards = tuple(shard._replace(strides=None) for shard in geometry.shards)
             geometry = dataclasses.replace(geometry, shards=shards, device=None)
-            owner, addresses = copies, [address_of(copy) for copy in copies]
-        tensors.add(path, TensorView(geometry, tuple(addresses), owner, name))
+            owner, addresses = copies, tuple(map(address_of, copies))
+        tensors.add(path, TensorView(geometry, addresses, owner, name))
         first = stop
     return dataclasses.replace(state, tensors=tensors, known=None)
 

@@ -30,8 +30,10 @@ from test.jobs import (
     data_files,
     data_reads,
     laid_out,
+    little_memory,
     load_alone,
     load_on,
+    load_whole,
     make_array,
     replaced_bytes,
     rows_of,
@@ -363,3 +365,11 @@ def test_what_does_not_fit_is_named_and_everything_else_is_loaded(tmp_path: Path
                 assert same_bits(state[key], array), key
     assert all(same_bits(bad[key], before[key]) for key in bad)
     assert not uncovered.pieces[0].any()
+
+
+def test_very_many_tiny_arrays_are_loaded_in_little_memory(tmp_path: Path) -> None:
+    arrays = {f"k{i}": np.full(1, i % 251, np.uint8) for i in range(20_000)}
+    save_alone(arrays, tmp_path)
+    load_whole(tmp_path, keys=["k7"])  # imports what it takes
+    with little_memory(18 << 20):
+        assert load_whole(tmp_path) == arrays
