@@ -22,6 +22,7 @@ __all__ = ["Assembly"]
 _MOST_PARTS = 64
 _MOST_CHARACTERS = 4096  # of a path
 _CHARACTERS_OF_STEP = 8  # of a reason
+_CHARACTERS_OF_LONGER = 4  # of a path of which signs are written as two
 _STEPS_OF_LEAF, _STEPS_OF_PIECE = 64, 12
 _STEPS_OF_SHAPE, _STEPS_OF_DIMENSION = 60, 14  # of a tensor of a shape that none before it has; it is cut as none is
 _FEW_DIMENSIONS, _STEPS_OF_BOX = 4, 3  # of one piece of several, for each dimension beyond a few
@@ -195,6 +196,10 @@ class Assembly:
             elif type(part) is int and part not in _INT64:
                 raise UnsupportedValueError(f"{entry} has a key beyond 64 bits")
         text = format_path(path)
+        if "\\" in text:  # there is a flat key beside the plain one, in which dots are two signs as well
+            self._budget.spend(len(text), entry)
+        elif "~" in text:
+            self._budget.spend(len(text) // _CHARACTERS_OF_LONGER, entry)
         if text in self._leaves:
             raise CheckpointCorruptedError(f"{entry} is there twice")
         self._leaves.add(text)

@@ -576,6 +576,20 @@ def test_headers_of_many_short_keys_are_read(sign: str, tmp_path: Path) -> None:
     assert len(read_metadata(tmp_path).table.paths) == 12_000
 
 
+LONGER = {"slashes": "/" * 500, "tildes": "~" * 500, "dots and a backslash": "." * 250 + r"\\"}
+
+
+@pytest.mark.parametrize("count", [10_000, 24_000])
+@pytest.mark.parametrize("name", LONGER)
+def test_keys_that_are_longer_in_paths_and_flat_keys_keep_the_budget(name: str, count: int, tmp_path: Path) -> None:
+    for folder, number in (("few", 2), ("many", count)):
+        (tmp_path / folder).mkdir()
+        write_header(tmp_path / folder, header_of(f"{i}{LONGER[name]}" for i in range(number)))
+    cost = cost_of(lambda folder: len(load_whole(folder)), tmp_path / "few", tmp_path / "many")
+    assert problem_of(cost, bytes_on_disk(tmp_path / "many")) is None
+    assert cost.outcome == str(count) if count == 10_000 else "has room for" in cost.outcome
+
+
 def test_names_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.pdparams")).write_bytes(pickle.dumps({"a": 1}, 4))
     costs_little(tmp_path, r"its file \\udcff.pdparams")
