@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ __all__ = ["count", "human_bytes", "print_columns", "say", "say_text", "shape_te
 _WIDEST = 200  # letters of a column
 _LINES = 1000  # that are printed together
 _PIECE = 1 << 16  # letters of a text that are printed together
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 _STYLES = {"head": "bold", "good": "green", "bad": "red", "faint": "dim", "name": "cyan"}
 
 
@@ -93,9 +95,9 @@ def print_columns(rows: Iterable[Sequence[str]], head: Sequence[str] = (), right
 
 def _width(text: str) -> int:
     """How many columns of a terminal a text takes: Chinese letters have two each, marks above a letter none."""
-    if text.isascii():
-        return len(text)
-    return sum((2 if unicodedata.east_asian_width(c) in "WF" else 1) for c in text if not unicodedata.combining(c))
+    others = "".join(_NOT_ASCII.findall(text))  # each of which is looked at
+    width = sum((2 if unicodedata.east_asian_width(c) in "WF" else 1) for c in others if not unicodedata.combining(c))
+    return len(text) - len(others) + width
 
 
 def _coloured(err: bool) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from paddle_dist_ckpt import LocalStorage, Metadata, SaveOptions, export, list_checkpoints
 from paddle_dist_ckpt.cli import inspection
+from paddle_dist_ckpt.cli.output import print_columns
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.manager.steps import NOTE, step_folder
 from test.cli.commands import answer, fails, run, save_model
@@ -295,3 +297,12 @@ def test_columns_stand_below_each_other_whatever_the_letters(tmp_path: Path) -> 
         "├─ w\u0301     (40)   float32  160 B  whole",
         "└─ 权重  (4)    float32   16 B  whole",
     ]
+
+
+def test_the_width_of_long_keys_is_known_soon(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also behind the lines of a tree, which are not ASCII: they had each letter looked at."""
+    rows = [(f"\u2502   \u251c\u2500\u2500 {'a' * 500}{i}", "1") for i in range(20_000)]
+    start = time.process_time()
+    print_columns([*rows, ("\u6743\u91cd", "2")])
+    assert time.process_time() - start < 1
+    assert f"{'a' * 500}7  1\n" in capsys.readouterr().out
