@@ -19,6 +19,7 @@ __all__ = [
     "BootstrapStore",
     "Rendezvous",
     "StoreLostError",
+    "StoreSilentError",
     "address_of",
     "fetch",
     "local_address",
@@ -63,6 +64,10 @@ class StoreLostError(ConnectionError):
     def __init__(self, keeper: int, text: str) -> None:
         super().__init__(text)
         self.keeper = keeper
+
+
+class StoreSilentError(StoreLostError, TimeoutError):
+    """It does not answer, as where that rank is frozen."""
 
 
 class Rendezvous(msgspec.Struct, array_like=True, frozen=True):

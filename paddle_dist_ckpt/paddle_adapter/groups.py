@@ -24,7 +24,7 @@ from paddle.distributed.communication.group import Group, _GroupManager
 
 from ..arguments import as_integer
 from ..control import AgreedHub, RefusingHub, TcpHub
-from ..control.bootstrap import StoreLostError, not_set_up, refuse, unreachable
+from ..control.bootstrap import StoreLostError, StoreSilentError, not_set_up, refuse, unreachable
 from ..control.ranks import Ranks
 from ..control.session import SHORTEST_TIMEOUT
 from ..core.protocols import ControlHub
@@ -333,7 +333,7 @@ class _PaddleStore:
         try:
             return _started(call, "paddle_dist_ckpt store").result(timeout + _STORE_GRACE)
         except FutureTimeout:
-            raise TimeoutError(f"Paddle's store has not answered within {timeout:g} s") from None
+            raise StoreSilentError(_STORE_RANK, f"Paddle's store has not answered within {timeout:g} s") from None
         except (ValueError, RuntimeError) as error:  # Paddle's, for whatever becomes of a connection
             raise StoreLostError(_STORE_RANK, f"Paddle's store: {type(error).__name__}: {error}") from error
 

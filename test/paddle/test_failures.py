@@ -381,6 +381,19 @@ def test_a_store_that_is_gone_is_told_of_the_rank_that_kept_it(
     assert list(caught.value.failures) == [0]
 
 
+def test_a_store_that_does_not_answer_is_told_of_the_rank_that_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    thawed = threading.Event()
+    monkeypatch.setattr(groups.core, "create_or_get_global_tcp_store", thawed.wait)
+    monkeypatch.setattr(groups, "_STORE_GRACE", 0.0)
+    group = SimpleNamespace(id=0, ranks=[1, 2])
+    try:
+        with pytest.raises(RankFailureError, match=r"^rank 0, which keeps the store.*has not answered") as caught:
+            groups._connection(group, (1, 2), 2, 1, 0.1)
+    finally:
+        thawed.set()
+    assert list(caught.value.failures) == [0]
+
+
 @pytest.mark.parametrize("seed", range(draws(4, 40)))
 def test_save_killed_at_any_moment(pool: RankPool, tmp_path: Path, seed: int) -> None:
     unique_id = 0 if seed % 2 else None
