@@ -19,7 +19,7 @@ from ..core.dtypes import DType
 from ..core.layouts import Layout
 from ..core.shards import ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from ..files.codec import decode_metadata, encode_metadata
+from ..files.codec import decode_metadata, decode_note, encode_metadata
 from ..files.datafile import DataFileInfo, read_info
 from ..files.metadata import FileInfo, Metadata, save_members
 from ..files.names import metadata_name, parse_data_file
@@ -189,6 +189,7 @@ def _save_of(storage: Storage, unique_id: int) -> str | None:
     found, data = look(storage, name, whole=True)
     if found is not Format.OURS:
         return save_of(storage, unique_id)
+    decode_note(data, name, unique_id)  # at once, if it is another id's, of which there may be any number of links
     return decode_metadata(data, name, unique_id, functools.partial(bytes_on_disk, storage)).save_id
 
 

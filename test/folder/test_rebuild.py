@@ -138,6 +138,24 @@ def test_a_metadata_that_there_is_no_memory_for_is_not_replaced(
     assert files_in(tmp_path) == before
 
 
+def test_a_metadata_under_another_ids_name_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be any number of links to one."""
+    save_alone({"w": np.ones(3)}, tmp_path, 5)
+    os.link(tmp_path / "5.metadata", tmp_path / "6.metadata")
+    save_alone({"w": np.ones(4)}, tmp_path, 7)
+    (tmp_path / "7.metadata").unlink()
+    decoded, decode = list[str](), rebuild.decode_metadata
+
+    def note(data: bytes, name: str, *args: Any) -> Any:
+        decoded.append(name)
+        return decode(data, name, *args)
+
+    monkeypatch.setattr(rebuild, "decode_metadata", note)
+    assert rebuild_metadata(tmp_path).unique_id == 7
+    assert "5.metadata" in decoded
+    assert "6.metadata" not in decoded
+
+
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_missing_file_is_named(tmp_path: Path, gone: int) -> None:
     save_on([{"w": part} for part in split_rows(make_array((40, 30)), 3)], tmp_path)
