@@ -78,12 +78,9 @@ def make_accumulators(optimizer: Any, thawed: Collection[int] = ()) -> None:
     held = _names_in_held(owner, parameters_of(optimizer))
     with paddle.no_grad():
         for is_held, group in itertools.product((True, False), groups if isinstance(groups[0], dict) else [None]):
-            parameters = [
-                each
-                for each in (groups if group is None else group["params"])
-                if (each.name in held) is is_held and _is_due(owner, each, thawed)
-            ]
-            for parameter in parameters:
+            for parameter in groups if group is None else group["params"]:
+                if (parameter.name in held) is not is_held or not _is_due(owner, parameter, thawed):
+                    continue
                 _unfinished.setdefault(owner, set()).add(parameter.name)
                 with _held_back(owner, held[parameter.name]) if is_held else _nothing_held(owner):
                     create(block, [parameter] if group is None else {**group, "params": [parameter]})

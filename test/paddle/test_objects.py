@@ -324,13 +324,14 @@ def _is_spread(value: Any) -> bool:
     return isinstance(value, paddle.Tensor) and value.is_dist()
 
 
-def test_a_state_that_was_set_before_the_first_step_is_kept() -> None:
-    """Paddle holds it back until the accumulators are made."""
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_state_that_was_set_before_the_first_step_is_kept(twice: bool) -> None:
+    """Paddle holds it back until the accumulators are made. It takes a parameter that it is given twice for one."""
     layer = layer_of()
     trained = optimizer_for(layer)
     step(layer, trained)
     held = {key: tensor.clone() for key, tensor in trained.state_dict().items()}
-    fresh = optimizer_for(layer)
+    fresh = optimizer_for(layer, parameters=layer.parameters() * (1 + twice))
     fresh.set_state_dict({key[:-1] + "1": tensor for key, tensor in held.items()})
     state = optimizers.optimizer_state(fresh)
     assert_equal({key[:-1] + "0": value for key, value in values(state).items()}, values(held))
