@@ -21,13 +21,13 @@ __all__ = ["listed_ids", "managers_text", "nothing_text", "numbers_text", "steps
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST = 10  # ids, steps or folders that are named
 _STEP = re.compile(r"[0-9]{1,18}$")
-_METADATA = (".metadata", "0.metadata")
 _OF_TRAINERS = (
     "model.safetensors",
     "model.safetensors.index.json",
     "model_state.pdparams",
     "model_state.pdparams.index.json",
-    *_METADATA,
+    ".metadata",
+    "0.metadata",
 )
 _OF_OTHERS = ".distcp"  # which says nothing of itself
 _OF_TORCHS_RANK = re.compile(r"__[0-9]+\.metadata")
@@ -169,13 +169,16 @@ def _kind_of(storage: Storage, name: str, alone: bool) -> str | None:
 
 def warn_of_folders(storage: Storage, files: Sequence[str]) -> None:
     """Say so if there are folders with checkpoints beside files that are taken for one: a trainer has its model and its
-    optimizer there, and its scheduler beside."""
+    optimizer there, and its scheduler beside; a manager has its steps there."""
     names = storage.names()[-_MOST_LOOKS:] if has_folders(storage) and not is_part(storage) else []
-    found = [name for name in names if any(_can(storage.modified, f"{name}/{file}") for file in _METADATA)]
+    found = [
+        name
+        for name in names
+        if any(_can(storage.modified, f"{name}/{file}") for file in (".metadata", metadata_name(step_of(name) or 0)))
+    ]
     if found:
-        here, below = (
-            ", ".join(map(encodable, some[:_MOST])) + ", ..." * (len(some) > _MOST) for some in (files, found)
-        )
+        here = ", ".join(map(encodable, files[:_MOST])) + ", ..." * (len(files) > _MOST)
+        below = "..., " * (len(found) > _MOST) + ", ".join(map(encodable, found[-_MOST:]))
         text = "%s: what is taken is in %s, and not in the checkpoints %s: pass the folder of one of these for it"
         _logger.warning(text, storage.location, here, below)
 

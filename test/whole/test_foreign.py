@@ -25,6 +25,7 @@ from paddle_dist_ckpt import (
     verify,
 )
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
+from paddle_dist_ckpt.files.names import step_name
 from paddle_dist_ckpt.folder.selection import Selection, unread
 from test.jobs import alike, another_host, check_pieces, load_on, load_whole, save_alone, split_rows, try_load
 from test.readers.golden import GOLDEN, expected_arrays
@@ -228,6 +229,19 @@ def test_a_file_beside_folders_with_checkpoints_is_not_taken_for_them_without_a_
             "is in scheduler.pdparams, and not in the checkpoints model_state, optimizer_state: pass" in text
             for text in caplog.messages
         ] == [True] * said
+
+
+def test_a_file_beside_the_steps_of_a_manager_is_not_taken_for_them_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "final.pdparams").write_bytes(pickle.dumps({"epoch": 4}, protocol=4))
+    for step in range(0, 48, 4):
+        save_alone({"mine": np.arange(3)}, tmp_path / step_name(step), step)
+    (tmp_path / step_name(49)).mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert read_metadata(tmp_path).values == {"epoch": 4}
+    shown = ", ".join(map(step_name, range(8, 48, 4)))
+    assert [f"not in the checkpoints ..., {shown}: pass" in text for text in caplog.messages] == [True]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
