@@ -37,7 +37,8 @@ class Retention:
         if not isinstance(name, str) or mode not in ("min", "max") or (as_integer(count) or 0) < 1:
             allowed = "a tuple such as ('loss', 'min') or ('score', 'max', 3)"
             raise ValueError(f"best must be None or {allowed}, not {best!r}")
-        object.__setattr__(self, "best", (str(name), str(mode), as_integer(count)))
+        plain = str.__str__(name)  # whatever str() makes of a member of an enum
+        object.__setattr__(self, "best", (plain, "min" if mode == "min" else "max", as_integer(count)))
 
     @property
     def idle(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import json
 import math
@@ -79,12 +80,18 @@ def test_the_newest_commit_and_what_is_being_read_are_kept() -> None:
     assert Retention(1, None, None).doomed(steps, 100, []) == [200], "100 was saved again after a return to it"
 
 
+class _Word(str, enum.Enum):
+    LOSS = "loss"
+    MIN = "min"
+
+
 def test_the_best_step() -> None:
     metrics: dict[int, Any] = {1: {"loss": 2.0}, 2: {"loss": 1.0}, 3: {"loss": 1.0}, 4: {"loss": float("nan")}, 5: {}}
     assert Retention(1, None, ("loss", "min")).best_of(metrics) == [3]
     assert Retention(1, None, ("loss", "max")).best_of(metrics) == [1]
     assert Retention(1, None, ("loss", "min", 2)).best_of(metrics) == [3, 2]
     assert Retention(1, None, ("loss", "max", 9)).best_of(metrics) == [1, 3, 2]
+    assert Retention(1, None, (_Word.LOSS, _Word.MIN)).best_of(metrics) == [3]
     assert Retention(1, None, ("accuracy", "max")).best_of(metrics) == []
     assert Retention(1, None, None).best_of(metrics) == []
 
