@@ -201,7 +201,9 @@ class _Writer:
 
     def _write_tuple(self, items: tuple[Any, ...]) -> None:
         is_shape = {int}.issuperset(map(type, items))
-        if is_shape and self._is_recalled(items):
+        # As bytes, whose hashes nobody knows: tuples of integers can be made to have one hash, all of them.
+        shape = str(items).encode() if is_shape else b""
+        if is_shape and self._is_recalled(shape):
             return
         end = _TUPLES.get(len(items), pickle.TUPLE)
         if end == pickle.TUPLE:
@@ -210,7 +212,7 @@ class _Writer:
             self.write(item)
         self._text += end
         if is_shape:
-            self._remember(items)
+            self._remember(shape)
 
     def _write_global(self, module: str, name: str) -> None:
         if not self._is_recalled((module, name)):

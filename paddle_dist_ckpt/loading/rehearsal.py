@@ -175,7 +175,7 @@ def _wanted(
     theirs alone."""
     wanted, address = WantedState(made=matching), 1 << 12
 
-    @functools.cache  # there may be very many that are alike
+    @functools.lru_cache(maxsize=256)  # most are like one of the latest
     def geometry(shape: tuple[int, ...], dtype: DType) -> Geometry:
         return Geometry(Kind.TENSOR, dtype, shape, True, (LocalShard(whole(shape)),))
 
