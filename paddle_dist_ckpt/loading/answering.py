@@ -97,7 +97,7 @@ class Answering:
         self._answer_arranged(wanted, arranged, made, found)
         as_they_are = [path for path in wanted.tensors if path not in made] if made else wanted.tensors
         # Where the parameters of optimizer variables are stored tells which variables these are, made or not.
-        sought = wanted.tensors if any(map(may_be_optimizers, names.paths)) else as_they_are
+        sought = as_they_are if made and not any(map(may_be_optimizers, names.paths)) else wanted.tensors
         moved = self._nested_otherwise(sought, wanted, names)
         moved |= {path: self._path_of_key(key) for path, key in wanted.moved.items()}
         tied = {path: group for group in wanted.tied for path in group}
