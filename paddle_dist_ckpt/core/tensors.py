@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .box import Box, whole
+from .decoding import hash_of
 from .device_memory import DeviceAccess
 from .dtypes import DTYPES, DType
 from .memory import address_of
@@ -85,8 +86,7 @@ class Geometry:
     device: str | None = None
 
     def __hash__(self) -> int:
-        # As a text, whose hash nobody knows: tuples of integers can be made to have one hash, all of them.
-        return hash(str(self.shape))
+        return hash_of(self.shape)  # shapes may be a stranger's
 
     @property
     def on_device(self) -> bool:

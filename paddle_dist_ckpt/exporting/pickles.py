@@ -119,10 +119,7 @@ class _Writer:
     def write(self, value: Any) -> None:
         """Write one object."""
         if type(value) is str:
-            code = self._codes.get(value)
-            if code is not None:
-                self._text += code
-            else:
+            if not self._is_recalled(value):
                 self._write_text(value)
         elif value is None:
             self._text += pickle.NONE
@@ -201,7 +198,7 @@ class _Writer:
 
     def _write_tuple(self, items: tuple[Any, ...]) -> None:
         is_shape = {int}.issuperset(map(type, items))
-        # As bytes, whose hashes nobody knows: tuples of integers can be made to have one hash, all of them.
+        # By a text, see hash_of; as bytes, for texts are remembered themselves.
         shape = str(items).encode() if is_shape else b""
         if is_shape and self._is_recalled(shape):
             return

@@ -6,11 +6,13 @@ transformers' ``save_pretrained``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 
 import msgspec
 
 from ..errors import UnsupportedValueError
+from ..files.header import EntryRecord, entries_text
 from .plan import ExportFile, ExportTensor, fill_files
 
 __all__ = ["plan_safetensors"]
@@ -55,24 +57,14 @@ def plan_safetensors(tensors: Sequence[ExportTensor], most: int, stem: str, of_t
 def _file(name: str, tensors: Sequence[ExportTensor], of_torch: bool) -> ExportFile:
     # The larger items first, as the safetensors library does it, so that each tensor is aligned to its items.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.key))
-    header, at = bytearray(8), 0
-    if of_torch:
-        _add_record(header, _RESERVED, _METADATA)
-    for tensor in ordered:
-        offsets = (at, at + tensor.nbytes)
-        record = {"dtype": tensor.dtype.safetensors, "shape": tensor.shape, "data_offsets": offsets}
-        _add_record(header, tensor.key, record)
-        at = offsets[1]
-    header += b"}" if len(header) > 8 else b"{}"
-    header = header.ljust(-(-len(header) // _ALIGNMENT) * _ALIGNMENT)
-    length = len(header) - 8
+    spans = itertools.pairwise(itertools.accumulate((tensor.nbytes for tensor in ordered), initial=0))
+    metadata = [(_RESERVED, _METADATA)] if of_torch else []
+    records = (
+        (tensor.key, EntryRecord(tensor.dtype.safetensors, tensor.shape, span))
+        for tensor, span in zip(ordered, spans, strict=True)
+    )
+    text = b"{" + entries_text(itertools.chain(metadata, records)) + b"}"
+    length = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT - 8
     if length > _MAX_HEADER_BYTES:
         raise UnsupportedValueError(f"{name} needs a header of {length} bytes; {_MAX_HEADER_BYTES} are possible")
-    header[:8] = length.to_bytes(8, "little")
-    return ExportFile(name, [bytes(header), *ordered])
-
-
-def _add_record(header: bytearray, key: str, record: Mapping[str, object]) -> None:
-    """One more item of the object that a header is, in JSON, so that there are never objects for all of them."""
-    header += b"," if len(header) > 8 else b"{"
-    header += msgspec.json.encode(key) + b":" + msgspec.json.encode(record)
+    return ExportFile(name, [length.to_bytes(8, "little"), text, b" " * (length - len(text)), *ordered])

@@ -26,13 +26,13 @@ import numpy.typing as npt
 from ..core.box import Box
 from ..core.cached import cached_property
 from ..core.columns import IntArray, edges_of
-from ..core.decoding import decoding, finite_float
+from ..core.decoding import decoding, finite_float, hash_of
 from ..core.dtypes import DType
 from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
 from .codec import NO_DIGEST, VERSION, check_block_bytes, digest_around
-from .header import DIGEST_AT, MAX_HEADER_BYTES, read_header_digests, read_header_metadata
+from .header import DIGEST_AT, MAX_HEADER_BYTES, EntryRecord, entries_text, read_header_digests, read_header_metadata
 from .metadata import FileInfo
 from .room import Room, record_cost
 from .tables import TableRecord
@@ -55,7 +55,6 @@ __all__ = [
 FORMAT = "paddle_dist_ckpt.data"
 PART_HEADER_BYTES = 60 << 20
 _ALIGNMENT = 4096
-_TOGETHER = 1 << 12  # entries for which there are objects at a time
 _HASHES_AT = DIGEST_AT + len(NO_DIGEST) + len('","hashes":"')
 Hashes = npt.NDArray[np.uint64]
 
@@ -68,8 +67,7 @@ class EntryKind:
     shape: tuple[int, ...]
 
     def __hash__(self) -> int:
-        # As a text, whose hash nobody knows: tuples of integers can be made to have one hash, all of them.
-        return hash(str(self.shape))
+        return hash_of(self.shape)  # shapes may be a stranger's
 
     @property
     def nbytes(self) -> int:
@@ -130,17 +128,9 @@ class FileTable:
     def text(self) -> bytes:
         """The entries in JSON, without the braces around them."""
         codes = [(kind.dtype.safetensors, _stored_shape(kind)) for kind in self.kinds]
-
-        def some(first: int) -> bytes:
-            few = slice(first, first + _TOGETHER)
-            spans = itertools.pairwise(self.starts[first : first + _TOGETHER + 1].tolist())
-            records = {}
-            for name, kind, span in zip(self.names[few], self.kind[few].tolist(), spans, strict=True):
-                code, shape = codes[kind]
-                records[name] = _EntryRecord(code, shape, span)
-            return msgspec.json.encode(records)[1:-1]
-
-        return b",".join(map(some, range(0, len(self.names), _TOGETHER)))
+        of_entry = map(codes.__getitem__, self.kind.tolist())
+        columns = zip(self.names, of_entry, itertools.pairwise(self.starts.tolist()), strict=True)
+        return entries_text((name, EntryRecord(code, shape, span)) for name, (code, shape), span in columns)
 
 
 def _stored_shape(kind: EntryKind) -> tuple[int, ...]:
@@ -177,12 +167,6 @@ class DataFileInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     values: list[tuple[str, msgspec.Raw]] = []
     writers: list[int] | None = None
     user_metadata: Any = None
-
-
-class _EntryRecord(msgspec.Struct, frozen=True, gc=False):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
 
 
 # Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.

@@ -1,9 +1,10 @@
-"""The header of a data file, read in pieces: it is nearly as large as the file if that has very many tiny entries."""
+"""The header of a data file, in pieces: it is nearly as large as the file if that has very many tiny entries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,7 +19,9 @@ from .codec import NO_DIGEST
 __all__ = [
     "DIGEST_AT",
     "MAX_HEADER_BYTES",
+    "EntryRecord",
     "HeaderMetadata",
+    "entries_text",
     "header_pieces",
     "read_header_digests",
     "read_header_metadata",
@@ -27,7 +30,16 @@ __all__ = [
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
 DIGEST_AT = 8 + len('{"__metadata__":{"xxh3_64":"')
 _PIECE = 1 << 20
+_TOGETHER = 1 << 12  # entries
 _AFTER_STRINGS = b":,}] \t\r\n"
+
+
+class EntryRecord(msgspec.Struct, frozen=True, gc=False):
+    """An entry of a header, as safetensors has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 class HeaderDigests(msgspec.Struct, frozen=True):
@@ -58,6 +70,14 @@ class _Entries(msgspec.Struct, frozen=True):
 _DIGESTS_DECODER = msgspec.json.Decoder(_Header[HeaderDigests])
 _METADATA_DECODER = msgspec.json.Decoder(_Header[HeaderMetadata])
 _ENTRIES_DECODER = msgspec.json.Decoder(_Entries)
+
+
+def entries_text(items: Iterable[tuple[str, Any]]) -> bytes:
+    """What a header has by names that differ, in JSON without the braces. Some are looked at together, for there may be
+    very many."""
+    rest = iter(items)
+    some = iter(lambda: msgspec.json.encode(dict(itertools.islice(rest, _TOGETHER)))[1:-1], b"")
+    return b",".join(some)
 
 
 def read_header_metadata(file: ReadableFile, name: str) -> tuple[HeaderMetadata, int]:

@@ -164,7 +164,7 @@ class Needs:
         blocks = touched_blocks(self._boxes(needs[0])[3], itemsize, boxes, size)
         return sum(min(stop * size, entry_bytes) - start * size for start, stop in blocks)
 
-    def _are_batched(self, needs: IntArray | slice) -> Mask:
+    def _are_batched(self, needs: IntArray) -> Mask:
         """Which of some needs are read in batches: those of small entries, ``[n]``."""
         are: Mask = self._entry_bytes[needs] <= self.block_bytes
         return are

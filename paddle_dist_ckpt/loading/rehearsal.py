@@ -11,11 +11,11 @@ from typing import NamedTuple
 from ..core.box import whole
 from ..core.dtypes import DType
 from ..core.garbage import no_collections
-from ..core.parts import Arranged, Arranger, IdleStatement, Part, WantedTensor
+from ..core.parts import Arranged, Arranger, IdleStatement, Part, SourceTensor, WantedTensor
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..files.metadata import Metadata
-from ..planning.recipe_parts import PartMaker, RecipeError, recipe_of
+from ..planning.recipe_parts import FilledRecipe, PartMaker, RecipeError, recipe_of
 from ..recipes import Recipe
 from ..tree.paths import join
 from .answering import Answering
@@ -131,34 +131,12 @@ def rehearse(
     hint = idle_hints(idle)
     problems += [f"{problem}{hint(problem.key)}" for problem in fit.problems]
     bad, asked = {problem.key for problem in fit.problems}, answering.asked
-    parts, written, maker = fit.answer.parts, matching.recipes, PartMaker(stored.__getitem__)
-    find = recipe_finder(recipes)
-
-    def tell(key: str) -> MadeTensor:
-        path = join("", key)
-        if path in written:
-            made = maker.make(written[path])
-            return MadeTensor(key, made.shape, made.dtype, written[path].recipe, made.parts, reads.get(path, 0))
-        one, found = parts[path], find(key)
-        recipe = recipe_of(one.parts, stored.__getitem__) if found is None else found[1].recipe
-        return MadeTensor(key, one.shape, one.dtype_of(stored), recipe, one.parts, reads.get(path, 0))
-
-    def is_made(path: str, key: str) -> bool:
-        if path in parts:
-            return unless_itself(key, parts[path], stored) is not None
-        if path not in written or key not in bad:
-            return path in written
-        try:
-            maker.make(written[path])
-        except (RecipeError, KeyError):
-            return False
-        return True
-
-    made_at = {path for path, key in keys.items() if is_made(path, key)}
+    teller = _Teller(stored, fit.answer.parts, matching.recipes, recipes, reads)
+    made_at = {path for path, key in keys.items() if teller.makes(path, key, key in bad)}
     others = made_at | fit.answer.skipped.keys() | fit.answer.unfit.keys()
     return Rehearsal(
         made=[key for path, key in keys.items() if path in made_at],
-        tell=tell,
+        tell=teller.tell,
         as_stored=[key for path, key in keys.items() if path not in others and key not in bad],
         left=[f"{key}: {fit.answer.skipped[path]}" for path, key in keys.items() if path in fit.answer.skipped],
         unused=[key for key in stored if key not in sources and metadata.path_of[key] not in asked],
@@ -166,6 +144,52 @@ def rehearse(
         nbytes=nbytes,
         idle=list(map(str, idle)),
     )
+
+
+class _Teller:
+    """Tells of what is made, as it is asked for.
+
+    Args:
+        stored: What there is.
+        parts: What the answer says of what is made, by path.
+        written: The recipes of this rank, by path.
+        recipes: All recipes.
+        reads: How many bytes are read for each path.
+    """
+
+    def __init__(
+        self,
+        stored: Mapping[str, SourceTensor],
+        parts: Mapping[str, Arranged],
+        written: Mapping[str, FilledRecipe],
+        recipes: Mapping[str, Recipe],
+        reads: Mapping[str, int],
+    ) -> None:
+        self._stored, self._parts, self._written, self._reads = stored, parts, written, reads
+        self._find, self._maker = recipe_finder(recipes), PartMaker(stored.__getitem__)
+
+    def tell(self, key: str) -> MadeTensor:
+        """What is made for a key."""
+        path = join("", key)
+        nbytes = self._reads.get(path, 0)
+        if path in self._written:
+            made = self._maker.make(self._written[path])
+            return MadeTensor(key, made.shape, made.dtype, self._written[path].recipe, made.parts, nbytes)
+        one, found = self._parts[path], self._find(key)
+        recipe = recipe_of(one.parts, self._stored.__getitem__) if found is None else found[1].recipe
+        return MadeTensor(key, one.shape, one.dtype_of(self._stored), recipe, one.parts, nbytes)
+
+    def makes(self, path: str, key: str, is_bad: bool) -> bool:
+        """Whether something is made there; of what does not fit perhaps not."""
+        if path in self._parts:
+            return unless_itself(key, self._parts[path], self._stored) is not None
+        if path not in self._written or not is_bad:
+            return path in self._written
+        try:
+            self._maker.make(self._written[path])
+        except (RecipeError, KeyError):
+            return False
+        return True
 
 
 def _wanted(
