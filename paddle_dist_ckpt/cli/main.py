@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ..core.frames import with_room_for_frames
 from ..version import __version__
 from ..visible import visible_lines
 from .cat import cat
@@ -209,6 +210,7 @@ def _allow_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+@with_room_for_frames
 def main() -> None:
     """Run the command line of this process, and exit."""
     if isinstance(sys.stdout, io.TextIOWrapper) and isinstance(sys.stdout.buffer, io.RawIOBase):  # PYTHONUNBUFFERED

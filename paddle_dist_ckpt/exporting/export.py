@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from ..control.rounds import ask, only_on
+from ..core.frames import with_room_for_frames
 from ..core.messages import decode, encode, prepare
 from ..core.progress import Progress
 from ..core.protocols import ControlSession
@@ -76,6 +77,7 @@ class DoneAnswer(msgspec.Struct, frozen=True, array_like=True):
 prepare([BeginRequest, BeginAnswer, WrittenFiles, DoneAnswer])
 
 
+@with_room_for_frames
 def export_checkpoint(
     session: ControlSession,
     source: Storage,

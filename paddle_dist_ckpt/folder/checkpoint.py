@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from ..core.decoding import lacks_memory
+from ..core.frames import with_room_for_frames
 from ..errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -45,6 +46,7 @@ def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
     return read_with_text(storage, unique_id)[0]
 
 
+@with_room_for_frames
 def read_with_text(storage: Storage, unique_id: int | None) -> tuple[Metadata, bytes]:
     """The same, and what the `.metadata` file holds, if it is of this format."""
     try:

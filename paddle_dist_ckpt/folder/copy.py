@@ -6,6 +6,7 @@ from contextlib import closing, suppress
 
 import xxhash
 
+from ..core.frames import with_room_for_frames
 from ..core.progress import Progress
 from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError, CheckpointError
@@ -29,6 +30,7 @@ from .verify import damaged_values
 __all__ = ["copy"]
 
 
+@with_room_for_frames
 def copy(source: Storage, out: Storage, unique_id: int | None, progress: bool | None) -> Metadata:
     """See :func:`paddle_dist_ckpt.copy_checkpoint`."""
     restarts = Restarts(source)

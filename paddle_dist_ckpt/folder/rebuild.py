@@ -16,6 +16,7 @@ from ..core.boxes import Boxes
 from ..core.columns import IntArray
 from ..core.decoding import lacks_memory
 from ..core.dtypes import DType
+from ..core.frames import with_room_for_frames
 from ..core.layouts import Layout
 from ..core.shards import ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
@@ -48,6 +49,7 @@ class _DataFile(NamedTuple):
     table: ShardTable
 
 
+@with_room_for_frames
 def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metadata:
     """See :func:`paddle_dist_ckpt.rebuild_metadata`."""
     saves = _uncommitted(storage)

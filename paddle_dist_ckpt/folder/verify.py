@@ -12,6 +12,7 @@ import numpy as np
 from ..core.box import whole
 from ..core.boxes import Boxes
 from ..core.columns import IntArray
+from ..core.frames import with_room_for_frames
 from ..core.layouts import Grid
 from ..core.progress import Progress
 from ..core.shards import Kind
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 
+@with_room_for_frames
 def verify_checkpoint(storage: Storage, unique_id: int | None, progress: bool | None) -> VerifyReport:
     """See :func:`paddle_dist_ckpt.verify`."""
     restarts = Restarts(storage)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+from ..core.frames import with_room_for_frames
 from ..errors import CheckpointError
 from ..files.metadata import Metadata
 from ..reports import LoadReport
@@ -23,6 +24,7 @@ __all__ = ["load"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 
 
+@with_room_for_frames
 def load(
     state_dict: dict[Any, Any],
     context: LoadContext,

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..control import NoTransport, SoloHub
 from ..core.dtypes import DType, arithmetic_dtype
+from ..core.frames import with_room_for_frames
 from ..core.garbage import no_collections
 from ..core.memory import zeros_of
 from ..core.parts import Arranger
@@ -66,6 +67,7 @@ class NewLeaves(Holder):
         return []
 
 
+@with_room_for_frames
 def load_merged(
     storage: Storage,
     adapter: Adapter,

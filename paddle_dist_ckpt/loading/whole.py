@@ -9,6 +9,7 @@ import msgspec
 
 from ..control.rounds import ask
 from ..core.dtypes import dtype_named
+from ..core.frames import with_room_for_frames
 from ..core.messages import encode, prepare
 from ..files.metadata import Metadata
 from ..tree.building import build_tree
@@ -38,6 +39,7 @@ class _ContentsAnswer(msgspec.Struct, frozen=True, array_like=True):
 prepare([_ReceiverRequest, _ContentsAnswer])
 
 
+@with_room_for_frames
 def load_on(receiver: int | None, context: LoadContext, metadata: Metadata | None) -> dict[Any, Any]:
     """Load everything on one rank of the session, or on all.
 

@@ -26,6 +26,7 @@ import xxhash
 
 from ..control.rounds import check_same, only_on
 from ..core.buffers import Buffers
+from ..core.frames import with_room_for_frames
 from ..core.local_tensors import LocalTensors
 from ..core.memory import Bytes1D
 from ..core.messages import decode, encode
@@ -81,6 +82,7 @@ class _Presented:
     state: LocalState
 
 
+@with_room_for_frames
 def present(
     find: Callable[[], dict[Any, Any]],
     session: ControlSession,

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..control.rounds import Messages, only_on
+from ..core.frames import with_room_for_frames
 from ..core.log import warn_only
 from ..core.messages import decode, encode
 from ..core.protocols import ControlSession
@@ -66,6 +67,7 @@ class After:
     catch_up: Callable[[ControlSession], None] = lambda session: None
 
 
+@with_room_for_frames
 def save(
     state_dict: dict[Any, Any],
     opened: ExitStack,

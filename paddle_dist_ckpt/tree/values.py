@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 
 from ..core.decoding import decoding, finite_float, has_few_of_one_hash
+from ..core.frames import with_room_for_frames
 from ..core.garbage import no_collections
 from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
@@ -229,6 +230,7 @@ def from_jsonable(tree: Any, kept: bool = True) -> Any:
         return _value(tree, 0, kept)
 
 
+@with_room_for_frames
 def values_of(trees: Iterable[tuple[str, Any]], kept: bool = True) -> dict[str, Any]:
     """The values of trees, by path; see :func:`from_jsonable`.
 

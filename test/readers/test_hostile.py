@@ -29,6 +29,7 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.core.layouts import shared_layouts
 from test.jobs import load_whole, try_load
+from test.pace import check_all_depths
 from test.readers.golden import GOLDEN
 from test.readers.torch_writer import DCP, Call, DCPWriter, Global, pickled, saved, tensor
 from test.strategies import some
@@ -205,6 +206,12 @@ def test_a_pickle_that_asks_for_much(name: str, tmp_path: Path) -> None:
     else:
         content(tmp_path / "a.pdparams")
     costs_little(tmp_path, message)
+
+
+def test_tuples_that_share_take_as_long_at_all_depths_of_the_caller(tmp_path: Path) -> None:
+    tuples = b"N\x940" + b"".join(2 * get(i) + b"\x86\x940" for i in range(12))
+    (tmp_path / "a.pdparams").write_bytes(_START + tuples + b"}" + text("v") + get(12) + b"s.")
+    check_all_depths(lambda: read_metadata(tmp_path))
 
 
 def test_paths_of_one_hash_are_read_soon(tmp_path: Path) -> None:

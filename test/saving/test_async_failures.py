@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import itertools
 import logging
 import os
@@ -223,7 +224,8 @@ def next_save_is_made(ranks: Ranks, folder: Path, before: set[threading.Thread])
 
 def test_an_interrupt_at_any_line_that_leads_to_the_background_is_in_no_saves_way(tmp_path: Path) -> None:
     threads = {*threading.enumerate()}
-    ranks, traced = Ranks.alone(), {save.__code__, AsyncSave.__init__.__code__, AsyncSave.start.__code__}
+    ranks = Ranks.alone()
+    traced = {one.__code__ for one in (save, inspect.unwrap(save), AsyncSave.__init__, AsyncSave.start)}
     for place in itertools.count(1):
         lines = itertools.count(1)
 
