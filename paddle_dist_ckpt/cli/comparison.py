@@ -108,12 +108,12 @@ class _Regions:
     def of(cls, matched: Matched) -> _Regions:
         """All of them, in order."""
         tensors, boxes, nbytes = array("q"), list[Box](), array("q")
-        known = dict[tuple[int, ...], Box]()  # one for all tensors of a shape
+        known = dict[str, Box]()  # one for all tensors of a shape, by a text: see hash_of
         one, other = matched.one, matched.other
         for tensor, (a, b) in enumerate(matched.alike):
             itemsize, layout = max(one.dtype(a).itemsize, other.dtype(b).itemsize), one.layout(a)
             along = best_along(max(layout, other.layout(b), key=lambda each: len(each.parts)), itemsize, _BATCH_BYTES)
-            for box in windows(known.setdefault(layout.shape, whole(layout.shape)), itemsize, _BATCH_BYTES, along):
+            for box in windows(known.setdefault(str(layout.shape), whole(layout.shape)), itemsize, _BATCH_BYTES, along):
                 tensors.append(tensor)
                 boxes.append(box)
                 nbytes.append(box.size * itemsize)

@@ -166,7 +166,8 @@ class _ShownTree:
 
 def _content(tensor: TensorFacts) -> tuple[object, ...]:
     """What tensors have in common that are shown as one."""
-    return tensor.shape, tensor.dtype, tensor.kind, tensor.pieces, tensor.grid
+    shapes = str((tensor.shape, tensor.grid))  # see hash_of
+    return shapes, tensor.dtype, tensor.kind, tensor.pieces
 
 
 def _is_number(label: str) -> bool:

@@ -233,7 +233,7 @@ def _uncut(extent: int) -> tuple[IntArray, IntArray]:
     return _FIRST, lengths
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)  # no more: they are compared with each shape that a stranger made to have their hash
 def _whole_layout(shape: tuple[int, ...]) -> Layout:
     """That of a tensor which is not cut; a file may have it many times."""
     return Layout.from_cuts(shape, [()] * len(shape))

@@ -233,7 +233,7 @@ def _is_sound(part: Part, stored: Sequence[int]) -> bool:
     return turned and all(0 <= low <= n - extent for low, extent, n in zip(box.offset, box.shape, stored, strict=True))
 
 
-@functools.lru_cache(maxsize=1024)  # all layers are alike
+@functools.lru_cache(maxsize=64)  # all layers are alike; why no more, core.layouts says
 def _tile(shape: tuple[int, ...], places: tuple[Box, ...]) -> bool:
     """Whether the places of parts make up a tensor, each element of which is in one of them."""
     if len(places) == 1:

@@ -27,7 +27,7 @@ from . import objects, optimizers
 from .device import at_device, device_of, has_devices
 from .device_copies import PaddleDevices
 from .device_streams import current_stream
-from .identity import KnownTensor, TensorIdentity, addresses_of, have_rest, looks_of, read
+from .identity import KnownTensor, TensorIdentity, addresses_of, have_rest, looks_of, read, shape_bytes
 from .masters import renew_masters, renew_masters_of_program
 from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
 from .refusals import check_name, check_offloaded, check_plain, check_slice, no_memory
@@ -253,7 +253,7 @@ class PaddleAdapter:
     def _find(self, value: Any, is_dist: bool, device: str | None, path: str) -> KnownTensor:
         """The geometry of a tensor that is not like the one before."""
         shape, dtype = tuple(value.shape), value.dtype
-        candidates = self._known.setdefault((shape, dtype), [])
+        candidates = self._known.setdefault((shape_bytes(shape), dtype), [])
         for known in candidates:
             if known.is_of(value, is_dist, device):
                 return known

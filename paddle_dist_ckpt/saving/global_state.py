@@ -191,7 +191,8 @@ class _Merging:
         paths, numbers = [path for path, _ in order], [t for _, t in order]
         place = np.full(len(self._index), -1, np.int64)  # of each path's number among the tensors, -1 for none
         place[numbers] = np.arange(len(order))
-        described = [self._descriptions[n] for n in self._said[numbers].tolist()]
+        said = self._said[numbers]
+        described = [self._descriptions[n] for n in said.tolist()]
         dtypes, shapes = [DTYPES[d.dtype] for d in described], [d.shape for d in described]
         is_plain = np.array([d.plain for d in self._descriptions], bool) & ~self._is_value
         compared = {id(listed): place[listed.path[is_plain[listed.description]]] for listed in self._different}
@@ -199,7 +200,7 @@ class _Merging:
         keyed = paths + sorted(self._owner.keys() - set(paths))
         keys = dict(zip(keyed, flat_keys(keyed), strict=True))
         dimensions = max([1, *(structure.dimensions for structure in self._structures)])
-        padded = {shape: (*shape, *(1,) * (dimensions - len(shape))) for shape in set(shapes)}
+        padded = [(*d.shape, *(1,) * (dimensions - len(d.shape))) for d in self._descriptions]
         state = GlobalState(
             ranks=self._ranks,
             coordinator=self._coordinator,
@@ -212,7 +213,7 @@ class _Merging:
                 names=[keys[path] for path in paths],
                 itemsize=np.array([dtype.itemsize for dtype in dtypes], np.int64),
                 ndim=np.array([len(shape) for shape in shapes], np.int64),
-                shape=np.array([padded[shape] for shape in shapes], np.int64).reshape(-1, dimensions),
+                shape=np.array(padded, np.int64).reshape(-1, dimensions)[said],
             ),
             value_paths=[[path for path, _ in structure.values] for structure in self._structures],
             value_owner=self._owner,

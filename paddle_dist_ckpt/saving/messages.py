@@ -6,6 +6,7 @@ import msgspec
 
 from ..core.box import Box
 from ..core.columns import Column
+from ..core.decoding import hash_of
 from ..core.messages import prepare
 from ..files.metadata import FileInfo, SaveInfo
 from ..storage.base import Folder
@@ -45,6 +46,9 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     operation: str | None
     addends: int
+
+    def __hash__(self) -> int:
+        return hash_of(self.shape)  # shapes may be a stranger's
 
 
 class TensorList(msgspec.Struct, frozen=True, array_like=True):

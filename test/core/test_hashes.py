@@ -11,6 +11,7 @@ from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.shards import Kind
 from paddle_dist_ckpt.core.tensors import Geometry, LocalShard
 from paddle_dist_ckpt.files.datafile import EntryKind
+from paddle_dist_ckpt.saving.messages import Description
 
 DTYPE = DTYPES["float32"]
 
@@ -19,7 +20,11 @@ def geometry(shape: tuple[int, ...]) -> Geometry:
     return Geometry(Kind.TENSOR, DTYPE, shape, True, (LocalShard(whole(shape)),))
 
 
-@pytest.mark.parametrize("make", [geometry, lambda shape: EntryKind(DTYPE, shape)])
+def description(shape: tuple[int, ...]) -> Description:
+    return Description("float32", Kind.TENSOR, True, shape, None, 0)
+
+
+@pytest.mark.parametrize("make", [geometry, description, lambda shape: EntryKind(DTYPE, shape)])
 def test_shapes_of_one_hash_are_told_apart(make: object) -> None:
     assert callable(make)
     a, b = (0, 0), (0, sys.hash_info.modulus)

@@ -29,6 +29,7 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.core.layouts import shared_layouts
 from test.jobs import load_whole, try_load
+from test.one_hash import colliding
 from test.pace import check_all_depths
 from test.readers.golden import GOLDEN
 from test.readers.torch_writer import DCP, Call, DCPWriter, Global, pickled, saved, tensor
@@ -63,20 +64,6 @@ def shared_dicts(levels: int) -> bytes:
     parts = [b"N\x940"]
     parts += [b"}(" + text("a") + get(i) + text("b") + get(i) + b"u\x940" for i in range(levels)]
     return b"".join(parts)[:-1]
-
-
-def colliding(count: int) -> list[tuple[int, int]]:
-    """Pairs of integers that have one hash, all of them."""
-    mask, first, second, start = 2**64 - 1, 11400714785074694791, 14029467366897019727, 2870177450012600261
-    inverse, pairs, x = pow(second, -1, 1 << 64), [], 0
-    while len(pairs) < count:
-        x += 1
-        lane = (start + x * second) & mask
-        lane = ((lane << 31 | lane >> 33) & mask) * first & mask
-        y = (0x123456789ABCDEF - lane) * inverse & mask
-        if y < 1 << 60:
-            pairs.append((x, y))
-    return pairs
 
 
 def behind_a_tensor(rest: bytes) -> Callable[[Path], None]:
