@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .columns import IntArray, pieces_of, places_within
+from .columns import IntArray, pieces_of, places_within, run_edges
 
 __all__ = ["group_blocks", "group_rows", "mixed"]
 
@@ -24,6 +24,9 @@ def group_rows(rows: IntArray) -> tuple[IntArray, IntArray]:
         The first row of each group, in the order in which they stand (``[groups]``); and the group of each row
         (``[n]``).
     """
+    if rows.shape[1] and 2 * len(edges := run_edges(*rows.T)) < len(rows):  # equal ones stand together
+        first, group = group_rows(rows[edges[:-1]])
+        return edges[first], np.repeat(group, np.diff(edges))
     _, first, group = np.unique(_row_hashes(rows), return_index=True, return_inverse=True)
     group = group.reshape(-1)
     if not (rows.take(first[group], axis=0) == rows).all():

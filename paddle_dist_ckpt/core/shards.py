@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import compress
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from .layouts import Layout, LayoutBoxes
 __all__ = ["Kind", "ShardTable", "by_file"]
 
 _TOGETHER = 1 << 16  # shards of which something is calculated together
+_FROM_OTHERS = ("index", "first_shard", "shard_tensor", "shard_bytes", "file_order", "_file_edges", "data_offsets")
 
 
 class Kind(IntEnum):
@@ -198,21 +200,25 @@ class ShardTable:
 
     def forget(self) -> None:
         """Free the columns that follow from others, which are made again if they are asked for."""
-        for name in ("index", "shard_tensor", "shard_bytes", "file_order", "_file_edges", "data_offsets"):
+        for name in _FROM_OTHERS:
             self.__dict__.pop(name, None)
 
-    def select(self, tensors: Sequence[int]) -> tuple[ShardTable, IntArray]:
+    def select(self, tensors: Sequence[int] | IntArray) -> tuple[ShardTable, IntArray]:
         """The table of some tensors (ascending), and the shards of this table that it has. Files keep their numbers."""
-        chosen = np.array(tensors, np.int64)
+        chosen, paths, dtypes = np.array(tensors, np.int64), self.paths, self.dtypes
+        if len(chosen) < len(paths):
+            are_chosen = np.zeros(len(paths), bool)
+            are_chosen[chosen] = True
+            paths, dtypes = list(compress(paths, are_chosen)), list(compress(dtypes, are_chosen))
         shards = places_within(np.diff(self.first_shard)[chosen], self.first_shard[chosen])
         used, layout_of = numbered(self.layout_of[chosen])
         table = ShardTable(
-            [self.paths[t] for t in tensors],
-            [self.dtypes[t] for t in tensors],
+            paths,
+            dtypes,
             self.kinds[chosen],
             [self.layouts[i] for i in used],
             layout_of,
             self.shard_file[shards],
-            [None] * len(tensors),
+            [None] * len(chosen),
         )
         return table, shards

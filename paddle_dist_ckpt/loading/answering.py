@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from functools import cache
 from itertools import chain, compress, filterfalse
 from typing import Any
 
@@ -24,7 +25,7 @@ from .hints import Hints
 from .key_map import matcher, path_of_key
 from .messages import LoadAnswer, WantedPaths
 from .stored_paths import StoredPaths
-from .value_answers import Draft, ValueAnswers
+from .value_answers import Draft, Places, ValueAnswers
 from .wording import LEFT_BY_AOA, MISSING
 
 __all__ = ["Answering"]
@@ -69,7 +70,7 @@ class Answering:
         self._stored = StoredPaths(metadata, self.hints, read)
         may_be_missing = matcher(allow_missing)
         self._values = ValueAnswers(metadata, self._stored, self.hints, self._ranks, may_be_missing, containers)
-        self._flat_keys = FlatKeys(self._stored.paths.copy())  # before lists are taken apart
+        self._flat_keys = FlatKeys(self._stored.paths)  # as they are before lists are taken apart
         self.first_block, counts = metadata.blocks
         self.files = list(zip(metadata.files, counts.tolist(), strict=True))
         self.names = Names(metadata.table.paths, metadata.table.names)
@@ -98,15 +99,18 @@ class Answering:
         as_they_are = [path for path in wanted.tensors if path not in made] if made else wanted.tensors
         # Where the parameters of optimizer variables are stored tells which variables these are, made or not.
         sought = as_they_are if made and not any(map(may_be_optimizers, names.paths)) else wanted.tensors
-        moved = self._nested_otherwise(sought, wanted, names)
+        # As in a load of everything, which needs no index then: it takes as much memory as the paths.
+        is_all = as_they_are is paths and names.names == self.names.names
+        moved = self._nested_otherwise(() if is_all else sought, wanted, names)
         moved |= {path: self._path_of_key(key) for path, key in wanted.moved.items()}
         tied = {path: group for group in wanted.tied for path in group}
-        match = NameMatch(self.names, self._stored.index, names, moved, tied)
-        places = dict(zip(as_they_are, match.places(as_they_are), strict=True))
-        for path, place in places.items():
+        match = cache(lambda: NameMatch(self.names, self._stored.index, names, moved, tied))
+        numbers = range(len(paths)) if is_all and not moved else match().places(as_they_are)
+        places = cache(lambda: dict(zip(as_they_are, numbers, strict=True)))  # which only few states need
+        for path, place in zip(as_they_are, numbers, strict=True):
             if place is None and path in tied and path not in moved and not self._stored.is_there(path):
                 # It is filled with what its other path is.
-                place = next((at for other in tied[path] if (at := places.get(other)) is not None), None)
+                place = next((at for other in tied[path] if (at := places().get(other)) is not None), None)
             if place is not None and place not in self._stored.blobs:
                 found.tensors[place] = True
                 if paths[place] != path:
@@ -120,12 +124,12 @@ class Answering:
         for key in wanted.sources:
             self._answer_source(key, found)
         self._lacking.append((wanted.tensors, {*found.unfit, *found.skipped}, wanted.tied))
-        index = self._metadata.table.index
         self._is_asked |= found.tensors
-        kept = (place for place in match.places(wanted.kept) if place is not None)
-        self._is_asked[[*kept, *(index[path] for path in self._stored.apart if path in index)]] = True
+        kept = match().places(wanted.kept) if wanted.kept else []
+        apart = map(self._metadata.table.index.get, self._stored.apart) if self._stored.apart else ()
+        self._is_asked[[place for place in chain(kept, apart) if place is not None]] = True
         for optimizer, parameter in wanted.frozen:
-            place = places.get(parameter)
+            place = places().get(parameter)
             if place is not None:
                 self._frozen.setdefault(paths[place], []).append((optimizer, parameter))
         groups = self._groups if found.own else [self._ranks]
@@ -136,12 +140,12 @@ class Answering:
         self._stored.forget()
         self._metadata.table.forget()
 
-    def _find_untrained(self, found: Draft, names: Names, places: Mapping[str, int | None]) -> None:
+    def _find_untrained(self, found: Draft, names: Names, places: Callable[[], Places]) -> None:
         """Note of what kind of parameters optimizer variables are missing, see ``untrained``."""
         missing = [path for path, text in found.unfit.items() if text == MISSING and may_be_optimizers(path)]
         for path in missing if missing and self.names.variables else ():  # they take time to find
             parameters, accumulator = names.variables.get(path, ((), ""))
-            stored = [self._metadata.table.paths[at] for one in parameters if (at := places.get(one)) is not None]
+            stored = [self._metadata.table.paths[at] for one in parameters if (at := places().get(one)) is not None]
             if stored and not self.names.variables_of.containers(stored):
                 key = plain_key(path)
                 self.untrained[f"{key.removesuffix(accumulator)}*" if key.endswith(f".{accumulator}") else key] = None
@@ -186,8 +190,9 @@ class Answering:
 
     def _names_of(self, wanted: WantedPaths) -> Names:
         """What the tensors of a rank are called; those of many ranks are called the same, and parsed once."""
-        own_names = wanted.names or [None] * len(wanted.tensors)
-        paths, names = [*wanted.tensors, *wanted.others], [*own_names, *wanted.others.values()]
+        paths, names = wanted.tensors, wanted.names or [None] * len(wanted.tensors)
+        if wanted.others:
+            paths, names = [*paths, *wanted.others], [*names, *wanted.others.values()]
         if (paths, names) != (self._wanted_names.paths, self._wanted_names.names):
             self._wanted_names = Names(paths, names)
         return self._wanted_names
@@ -253,8 +258,9 @@ class Answering:
         """
         tensors = [
             path
-            for path in filterfalse(self._stored.index.__contains__, chain(sought, wanted.kept))
-            if not may_end_in_name(path) or (not may_be_of_run(path) and names.of_run(path) is None)
+            for path in chain(sought, wanted.kept)
+            if path not in self._stored.index
+            and (not may_end_in_name(path) or (not may_be_of_run(path) and names.of_run(path) is None))
         ]
         here = (path for path, present in wanted.values.items() if present not in ("nothing", "optional"))
         values = list(filterfalse(self._stored.is_there, here))
@@ -269,7 +275,7 @@ class Answering:
         taken = found.tensors.copy()
         taken[[self._stored.index[path] for path in left]] = False
         places = np.flatnonzero(taken)
-        table, shards = metadata.table.select(places.tolist())
+        table, shards = metadata.table.select(places)
         table.kinds[np.searchsorted(places, sorted(found.arrays))] = Kind.ARRAY
         used, renumbered = numbered(table.shard_file)
         special = metadata.special_keys

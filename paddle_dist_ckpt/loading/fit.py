@@ -74,6 +74,8 @@ class Fit:
         answer.skipped.update(dict.fromkeys(parts.missing, NOT_STORED))
         self.targets = Targets(parts, self._table, {*left_out, *answer.unread}, devices, resizing)
         self.problems += parts.problems + list(dict.fromkeys(self.targets.problems))
+        del parts  # there may be very many
+        self._table.forget()
         self.needs = Needs(stored, self.targets, answer.block_bytes)
         self.problems += list(map(self._uncovered, self.needs.uncovered))
         left = [Mismatch.at(path, reason) for path, reason in answer.skipped.items()]

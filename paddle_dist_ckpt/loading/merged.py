@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -46,13 +46,12 @@ class NewLeaves(Holder):
         add: Adds the leaves; called again if the load starts again.
 
     Attributes:
-        found: The tensors, arrays and values, by path, when all is loaded.
-        left: The paths of those among them of which nothing was.
+        left: The paths of those of which nothing was loaded.
     """
 
     def __init__(self, add: Callable[[Leaves], None]) -> None:
         self._add, self._leaves = add, Leaves()
-        self.found: dict[str, Any] = {}
+        self._values: Mapping[str, Any] = {}
         self.left: Container[str] = ()
 
     def scan(self) -> Leaves:
@@ -61,10 +60,17 @@ class NewLeaves(Holder):
         return self._leaves
 
     def restore(self, values: Mapping[str, Any], untouched: Container[str]) -> list[Mismatch]:
-        self.found = dict(values)
-        self.found.update(zip(self._leaves.tensor_paths, self._leaves.tensors, strict=True))
-        self.left = untouched
+        self._values, self.left = values, untouched
         return []
+
+    def take(self) -> Iterator[tuple[str, Any]]:
+        """The tensors and arrays in the order in which they were added, and then the values, each with its path. They
+        are not here any more then, so that there is room for what is made of them."""
+        paths, tensors = self._leaves.tensor_paths[::-1], self._leaves.tensors[::-1]
+        self._leaves = Leaves()
+        while paths:
+            yield paths.pop(), tensors.pop()
+        yield from self._values.items()
 
 
 @with_room_for_frames
@@ -82,11 +88,14 @@ def load_merged(
     """See :func:`paddle_dist_ckpt.load_merged_state_dict`. ``rest`` says what is made without ``options.recipes``."""
     arranger = arranger_for(options, rest)
     restarts = Restarts(storage)
-    there: list[tuple[Metadata, Chosen]] = []
+    there: list[tuple[Metadata, list[str], dict[str, str]]] = []  # with what tensors, and values, are handed on under
 
     def add(leaves: Leaves) -> None:
-        there[:] = [_choose(storage, unique_id, selection, arranger, options.strict, restarts)]
-        _add_leaves(leaves, *there[0], adapter.empty)
+        metadata, chosen = _choose(storage, unique_id, selection, arranger, options.strict, restarts)
+        _add_leaves(leaves, metadata, chosen, adapter.empty)
+        names = dict(zip(chosen.paths, chosen.keys(metadata), strict=True)) if flat else chosen.paths
+        of_values = {path: names[path] for path in leaves.value_paths}
+        there[:] = [(metadata, [names[path] for path in leaves.tensor_paths], of_values)]
 
     holder = NewLeaves(add)
     with SoloHub().session("load", options.timeout) as session:
@@ -98,13 +107,19 @@ def load_merged(
         report = LeavesLoad(holder, context, unique_id, lambda _: there[0][0]).run()
     for reason in report.skipped:  # memory that nothing was read to
         _logger.warning("left out: %s", reason)
-    found, left = holder.found, holder.left
-    metadata, chosen = there.pop()
-    names = chosen.keys(metadata) if flat else chosen.paths.values()
-    del metadata  # which may be as large as the tree
-    pairs = ((name, found[path]) for name, path in zip(names, chosen.paths, strict=True) if path not in left)
+    of_tensors, of_values = there.pop()[1:]  # without the metadata, which may be as large as the tree
+    pairs = _named(holder, of_tensors, of_values)
     tree: dict[Any, Any] = dict(pairs) if flat else build_tree(pairs)
     return tree
+
+
+def _named(holder: NewLeaves, of_tensors: list[str], of_values: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """What was loaded, with what it is handed on under. The names of tensors are freed with these."""
+    of_tensors.reverse()
+    for path, value in holder.take():
+        name = of_tensors.pop() if of_tensors else of_values[path]
+        if path not in holder.left:
+            yield name, value
 
 
 @no_collections()
@@ -138,17 +153,15 @@ def _choose(
 def _add_leaves(leaves: Leaves, metadata: Metadata, chosen: Chosen, empty: _Empty) -> None:
     """Add memory for what is loaded, and the places of values."""
     table = metadata.table
-    kinds = table.kinds.tolist()
-    for path in chosen.paths:
-        one, place = chosen.made.get(path), table.index.get(path)
-        if one is not None:
-            add_leaf(leaves, path, Kind.TENSOR, one.shape, one.dtype_of(chosen.stored), empty, plain_key(path))
-        elif place is not None:
+    for path, one in chosen.made.items():
+        add_leaf(leaves, path, Kind.TENSOR, one.shape, one.dtype_of(chosen.stored), empty, plain_key(path))
+    for place, (path, kind) in enumerate(zip(table.paths, table.kinds.tolist(), strict=True)):
+        if path in chosen.paths and path not in chosen.made:
             key = metadata.key(path)
-            add_leaf(leaves, path, kinds[place], table.shape_of(place), table.dtypes[place], empty, key)
-        else:
-            leaves.value_paths.append(path)
-            leaves.values.append(None)
+            add_leaf(leaves, path, kind, table.shape_of(place), table.dtypes[place], empty, key)
+    values = [path for path, _ in metadata.value_records if path in chosen.paths and path not in chosen.made]
+    leaves.value_paths.extend(values)
+    leaves.values.extend([None] * len(values))
 
 
 def _files_of(metadata: Metadata, chosen: Chosen) -> list[int]:

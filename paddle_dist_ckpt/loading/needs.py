@@ -56,8 +56,8 @@ class Needs:
         boxes = [piece.box for _, piece in targets.cells]
         dimensions = max([1, *(len(box.shape) for box in boxes), *(len(x.shape) for x in table.layouts)])
         cells = Boxes.of(boxes, dimensions)
-        wanted, self._cell_shape = WantedBoxes(targets.tensor, cells.take(targets.cell)), cells.shape
-        plan = plan_load(table, wanted)
+        self._cell_shape = cells.shape
+        plan = plan_load(table, WantedBoxes(targets.tensor, cells.take(targets.cell)))
         self.uncovered: list[int] = plan.uncovered.tolist()
         targets.filled[plan.uncovered] = False
         targets.leave(set(map(targets.path, self.uncovered)))
@@ -135,10 +135,10 @@ class Needs:
         may share some of the blocks."""
         numbers = {path: i for i, path in enumerate(some)}
         number = np.array([numbers.get(self.targets.path(row), -1) for row in self._target.tolist()], np.int64)
-        theirs = np.flatnonzero(number >= 0)
-        by_path = self._bytes_to_read(theirs, number[theirs], len(numbers)).tolist()
-        every = np.arange(len(number))
-        return dict(zip(numbers, by_path, strict=True)), int(self._bytes_to_read(every, np.zeros_like(every), 1)[0])
+        del numbers  # there may be very many
+        theirs, every = np.flatnonzero(number >= 0), np.arange(len(number))
+        in_all = int(self._bytes_to_read(every, np.zeros_like(every), 1)[0])
+        return dict(zip(some, self._bytes_to_read(theirs, number[theirs], len(some)).tolist(), strict=True)), in_all
 
     def _bytes_to_read(self, needs: IntArray, group: IntArray, count: int) -> IntArray:
         """The same of each of so many groups of needs, given the group of each of these."""

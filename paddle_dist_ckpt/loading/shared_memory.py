@@ -121,7 +121,8 @@ def _find(targets: Targets, rows: IntArray) -> list[SharedMemory]:
     """Those among rows that are all on the host, or all on a device."""
     start, stop = (column[rows] for column in targets.stretches)
     order = np.argsort(start, kind="stable")
-    start, stop = start[order], np.maximum.accumulate(stop[order])
+    start, stop = start[order], stop[order]
+    np.maximum.accumulate(stop, out=stop)  # in place, for there may be very many
     fresh = np.concatenate([np.ones(min(1, len(rows)), bool), start[1:] >= stop[:-1]])
     if fresh.all():  # as nearly always
         return []

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from ..core.columns import IntArray, narrow, pieces_of, unpack_column
+from ..core.columns import MANY, IntArray, narrow, pieces_of, unpack_column
 from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError
 from ..files.metadata import FileInfo
@@ -45,6 +45,10 @@ class StoredShards:
         record = answer.tensors
         if record.paths == wanted:  # then their texts are in memory once
             record = msgspec.structs.replace(record, paths=list(wanted))
+        elif len(record.paths) >= MANY:  # so too, in another order
+            own = dict(zip(wanted, wanted, strict=True))
+            record = msgspec.structs.replace(record, paths=[own.get(path, path) for path in record.paths])
+            del own
         self.table: ShardTable = table_from_record(record, len(answer.files))
         self._firsts = unpack_column(answer.firsts, len(self.table.paths), _MANY, "firsts")
         _check_values(self.table)

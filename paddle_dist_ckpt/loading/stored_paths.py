@@ -39,7 +39,7 @@ class StoredPaths:
     def __init__(self, metadata: Metadata, hints: Hints, read: Callable[[int], Any]) -> None:
         self._metadata, self._hints, self._read = metadata, hints, read
         self.values: dict[str, Any] = dict(metadata.value_records)
-        self.paths = sorted([*metadata.table.paths, *self.values])
+        self.paths = sorted([*metadata.table.paths, *self.values]) if self.values else metadata.table.paths
         self.blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
         self.apart: set[str] = set()
         self._parts: dict[str, dict[Part, Any]] = {}
@@ -98,6 +98,8 @@ class StoredPaths:
         for end in [place.start() for place in re.finditer("/", path)][1:]:
             above = path[:end]
             if self.is_value(above) and (parts := self.parts_at(above)):
+                if not self.apart:
+                    self.paths = self.paths.copy()  # which others have, as it was
                 self.apart.add(above)
                 if self.values.pop(above, None) is None:
                     self.forget()

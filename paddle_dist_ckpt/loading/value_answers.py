@@ -19,8 +19,10 @@ from .messages import Hint, WantedPaths
 from .stored_paths import StoredPaths
 from .wording import DICTS, MISSING, NOT_STORED, OF_TENSORS, value_text
 
-__all__ = ["Draft", "ValueAnswers"]
+__all__ = ["Draft", "Places", "ValueAnswers"]
 
+Places = dict[str, int | None]
+"""The place in the table of what was found for a tensor, by its wanted path."""
 _NO_KEYS = ("~l", "~t", "~r")  # how what is below a list, a tuple or ranks' own values goes on
 
 
@@ -77,17 +79,15 @@ class ValueAnswers:
     def _containers(self) -> Collection[str]:
         return self._find_containers()
 
-    def answer(
-        self, wanted: WantedPaths, moved: Mapping[str, str], places: dict[str, int | None], found: Draft
-    ) -> None:
+    def answer(self, wanted: WantedPaths, moved: Mapping[str, str], places: Callable[[], Places], found: Draft) -> None:
         """Add what is stored of the values; ``moved`` has the stored paths of what is elsewhere than where it is
-        wanted, and ``places`` what was found for tensors."""
+        wanted, and ``places`` says what was found for tensors."""
         schedulers = {scheduler for path in wanted.values if (scheduler := scheduler_of(path)) is not None}
         self.without_tensors.update(scheduler.removesuffix(SCHEDULER) for scheduler in schedulers)
         asked: dict[str, int | None] = {}
         apart = set[str]()
         if "object" in wanted.values.values():
-            asked = dict.fromkeys(wanted.tensors) | places
+            asked = dict.fromkeys(wanted.tensors) | places()
             apart = {path for path, present in wanted.values.items() if present not in ("empty", "nothing")}
             apart.update(wanted.spared, schedulers)
         for path, present in wanted.values.items():

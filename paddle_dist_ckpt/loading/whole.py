@@ -73,5 +73,5 @@ def load_on(receiver: int | None, context: LoadContext, metadata: Metadata | Non
 
     holder = NewLeaves(add)
     LeavesLoad(holder, context, 0, None if metadata is None else (lambda _: metadata)).run()
-    tree: dict[Any, Any] = build_tree(holder.found.items())
+    tree: dict[Any, Any] = build_tree(holder.take())
     return tree

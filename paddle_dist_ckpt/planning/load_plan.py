@@ -82,7 +82,9 @@ def plan_load(table: ShardTable, wanted: WantedBoxes) -> Overlaps:
     different, and m boxes in the different layouts it takes time in O(n + items + (k + m) log(k + m)). Layouts that
     are grids and of which much is wanted are not even searched.
     """
-    first, alike = group_rows(np.column_stack([table.layout_of[wanted.tensor], wanted.boxes.table]))
+    first, alike = group_rows(
+        np.column_stack([table.layout_of[wanted.tensor], wanted.boxes.offset, wanted.boxes.shape])
+    )
     layout, asked = table.layout_of[wanted.tensor[first]], wanted.boxes.take(first)  # the different ones
     stored = table.layout_boxes(wanted.boxes.dimensions)
     rows, places, in_grid = _candidates(table, layout, asked, stored)
