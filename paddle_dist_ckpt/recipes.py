@@ -232,6 +232,8 @@ def stored_keys(recipe: Recipe) -> list[str]:
     Raises:
         ValueError: it nests too many operations.
     """
+    if isinstance(recipe, Source):  # as very many may be
+        return [recipe.key]
     return list(dict.fromkeys(node.key for node in _nodes(recipe) if isinstance(node, Source)))
 
 

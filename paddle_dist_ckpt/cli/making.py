@@ -102,6 +102,8 @@ def read_rules(given: str) -> LoadOptions:
     if not rules:
         raise ValueError(f"{file} has no {' and no '.join(names)}; {file}:NAME names another")
     options = [_as_options(given, each) for each in rules]
+    if len(options) == 1:
+        return options[0]
     recipes = next((each.recipes for each in options if each.recipes is not None), None)
     aoa_config = next((each.aoa_config for each in options if each.aoa_config is not None), None)
     return LoadOptions(recipes=recipes, aoa_config=aoa_config)

@@ -33,6 +33,8 @@ from .wording import MISSING, OVERLAPS_ITSELF
 
 __all__ = ["PartTargets", "expand", "fitted_parts"]
 
+_ALIKE = 4096  # different parts that are remembered: layers have them again and again, one long concat has them once
+
 
 @dataclass(slots=True)
 class PartTargets:
@@ -155,7 +157,7 @@ class _Making:
         self._answer, self._table, self._cast, self._resizing = answer, table, cast, resizing
         self._maker = PartMaker(self._find)
         self._overlaps = functools.cache(self._overlaps_itself)
-        self._part_of_like = functools.cache(self._part_of)
+        self._part_of_like = functools.lru_cache(_ALIKE)(self._part_of)
 
     def made_for(self, path: str, number: int) -> tuple[Made, Geometry]:
         """What a tensor with the geometry of this number is made of, and its geometry as if it ended where that does.

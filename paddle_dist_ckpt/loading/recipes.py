@@ -54,12 +54,12 @@ def match_recipes(recipes: Mapping[str, Recipe], keys: Mapping[str, str]) -> Mat
 
 def recipe_finder(recipes: Mapping[str, Recipe]) -> Callable[[str], tuple[str, FilledRecipe] | None]:
     """A function that gives the recipe for a flat key, with the key or pattern of the recipes that it is found by."""
-    written = {name: tuple(stored_keys(recipe)) for name, recipe in recipes.items()}
     patterns = {name: KeyPattern(name) for name in recipes if placeholders(name)}
+    written = {name: tuple(stored_keys(recipes[name])) for name in patterns}
 
     def find(key: str) -> tuple[str, FilledRecipe] | None:
         if key in recipes and key not in patterns:
-            return key, FilledRecipe(recipes[key], written[key])
+            return key, FilledRecipe(recipes[key], tuple(stored_keys(recipes[key])))
         for name, pattern in patterns.items():
             if (found := pattern.match(key)) is not None:
                 return name, FilledRecipe(recipes[name], tuple(filled(one, found) for one in written[name]))

@@ -22,7 +22,7 @@ from .answering import Answering
 from .choosing import refused_keys
 from .fit import Fit
 from .making import RecipeArranger, unless_itself
-from .messages import WantedPaths, WantedRecord
+from .messages import LoadAnswer, Mismatch, WantedPaths, WantedRecord
 from .recipes import Matching, idle_hints, match_recipes, recipe_finder
 from .stored import StoredShards
 from .stored_tensors import stored_tensors
@@ -121,25 +121,24 @@ def rehearse(
         return (stored[key].shape, stored[key].dtype) if one is None else (one.shape, one.dtype_of(stored))
 
     wanted = _wanted(keys, outline, matching)
-    records = {path: WantedRecord(key, (), "", None) for path, key in keys.items() if key in arranged}
-    paths = WantedPaths(
-        wanted.tensors.paths, {}, made=list(matching.recipes), sources=matching.sources, records=records
-    )
-    ((_, answer),) = answering.answer(paths, arranged)
-    fit = Fit(StoredShards(answer, paths.tensors), answer, wanted, cast, (), None)
-    reads, nbytes = fit.needs.bytes_to_read([*answer.parts, *matching.recipes])
+    answer = _answer(answering, wanted, keys, arranged)
+    asked = answering.asked
+    unused = [key for key in stored if key not in sources and metadata.path_of[key] not in asked]
+    made, arranged, sources, asked = {}, {}, set(), set()  # there may be very many
+    answering.forget()
+    misfits, reads, nbytes = _fit(answer, wanted, cast)
     hint = idle_hints(idle)
-    problems += [f"{problem}{hint(problem.key)}" for problem in fit.problems]
-    bad, asked = {problem.key for problem in fit.problems}, answering.asked
-    teller = _Teller(stored, fit.answer.parts, matching.recipes, recipes, reads)
+    problems += [f"{problem}{hint(problem.key)}" for problem in misfits]
+    bad = {problem.key for problem in misfits}
+    teller = _Teller(stored, answer.parts, matching.recipes, recipes, reads)
     made_at = {path for path, key in keys.items() if teller.makes(path, key, key in bad)}
-    others = made_at | fit.answer.skipped.keys() | fit.answer.unfit.keys()
+    others = made_at | answer.skipped.keys() | answer.unfit.keys()
     return Rehearsal(
         made=[key for path, key in keys.items() if path in made_at],
         tell=teller.tell,
         as_stored=[key for path, key in keys.items() if path not in others and key not in bad],
-        left=[f"{key}: {fit.answer.skipped[path]}" for path, key in keys.items() if path in fit.answer.skipped],
-        unused=[key for key in stored if key not in sources and metadata.path_of[key] not in asked],
+        left=[f"{key}: {answer.skipped[path]}" for path, key in keys.items() if path in answer.skipped],
+        unused=unused,
         problems=problems,
         nbytes=nbytes,
         idle=list(map(str, idle)),
@@ -190,6 +189,26 @@ class _Teller:
         except (RecipeError, KeyError):
             return False
         return True
+
+
+def _answer(
+    answering: Answering, wanted: WantedState, keys: Mapping[str, str], arranged: Mapping[str, Arranged | None]
+) -> LoadAnswer:
+    """What the checkpoint has of it."""
+    paths = WantedPaths(
+        wanted.tensors.paths,
+        made=list(wanted.made.recipes),
+        sources=wanted.made.sources,
+        records={path: WantedRecord(key, (), "", None) for path, key in keys.items() if key in arranged},
+    )
+    ((_, answer),) = answering.answer(paths, arranged)
+    return answer
+
+
+def _fit(answer: LoadAnswer, wanted: WantedState, cast: bool) -> tuple[list[Mismatch], dict[str, int], int]:
+    """What of it does not fit; and how many bytes are read for each path that is made, and for all."""
+    fit = Fit(StoredShards(answer, wanted.tensors.paths), answer, wanted, cast, (), None)
+    return fit.problems, *fit.needs.bytes_to_read([*answer.parts, *wanted.made.recipes])
 
 
 def _wanted(

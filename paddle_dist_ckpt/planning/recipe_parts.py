@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -105,10 +106,12 @@ class PartMaker:
 
     def make(self, filled: FilledRecipe) -> Made:
         """What a recipe makes. Raises what :func:`make_parts` raises, or the function that finds what is stored."""
+        written = stored_keys(filled.written)
+        if filled.keys == tuple(written):  # without placeholders, so that it is for one tensor alone
+            return make_parts(filled.written, self._find)
         sources = list(map(self._find, filled.keys))
         like = (id(filled.written), *[(one.shape, one.dtype) for one in sources])
         if like not in self._made:
-            written = stored_keys(filled.written)
             try:
                 made = make_parts(filled.written, dict(zip(written, sources, strict=True)).__getitem__)
             except RecipeError:
@@ -141,8 +144,8 @@ def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:
             raise RecipeError(f"{_short(recipe)}: more than {_MOST_BOXES:,} boxes of stored tensors to be put together")
         if isinstance(one, Source):
             shape, dtype = find(one.key)[:2]
-            part = Part(one.key, whole(shape), tuple(range(len(shape))), whole(shape))
-            return Made(shape, dtype, [part] if math.prod(shape) else [])
+            box, axes = _all_of(shape)
+            return Made(shape, dtype, [Part(one.key, box, axes, box)] if math.prod(shape) else [])
         if isinstance(one, Concat):
             return _joined(one, parts)
         (inner,) = parts
@@ -160,6 +163,12 @@ def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:
         return _converted(one, inner, find)
 
     return fold(recipe, make)
+
+
+@lru_cache(maxsize=256)  # most are like one of the latest
+def _all_of(shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
+    """The box that is all of a tensor of this shape, and its axes: one for very many."""
+    return whole(shape), tuple(range(len(shape)))
 
 
 def recipe_of(parts: Sequence[Part], find: Callable[[str], SourceTensor]) -> Recipe | None:

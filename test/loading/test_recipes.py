@@ -58,6 +58,7 @@ from test.jobs import (
     data_files,
     data_reads,
     errors_of,
+    little_memory,
     load_alone,
     load_on,
     load_whole,
@@ -509,6 +510,24 @@ def test_a_merged_load_may_lack_what_is_made_of_what_is_not_stored(
     for recipe, text in ((stored("m.0.q")[4:], "no such part"), (stored("step"), "is a value")):  # it is stored
         with pytest.raises(StateDictMismatchError, match=text):
             load_whole(tmp_path, options=options({"x": recipe}, **allowed))
+
+
+@pytest.mark.parametrize(
+    "recipes",
+    [
+        {f"new.{i}": stored(f"k{i}") for i in range(20_000)},
+        {"new.{i}": stored("k{i}")},
+        {"all": concat([stored(f"k{i}") for i in range(20_000)])},
+    ],
+    ids=["each", "pattern", "all"],
+)
+def test_a_rehearsal_of_very_many_tiny_tensors_takes_little_memory(tmp_path: Path, recipes: dict[str, Recipe]) -> None:
+    save_alone({f"k{i}": np.zeros(1, np.uint8) for i in range(20_000)}, tmp_path)
+    metadata = read_metadata(tmp_path)
+    rehearse(metadata, {"x": stored("k7")})  # imports what it takes
+    with little_memory(26 << 20):
+        told = rehearse(metadata, recipes)
+    assert (len(told.made), told.nbytes) == (1 if "all" in recipes else 20_000, 20_000)
 
 
 @pytest.mark.parametrize("name", MADE)
