@@ -10,7 +10,7 @@ from .folder.selection import Selection, checked_keys
 from .options import LoadOptions, SaveOptions
 from .reports import LoadReport, SaveReport
 from .saving.async_save import AsyncSave
-from .wiring import checked_id, connected, enter_with, load_whole, load_with, paddles, save_with
+from .wiring import checked_id, connected, enter_with, load_whole, load_with, naming_folder, paddles, save_with
 
 __all__ = ["load_merged_state_dict", "load_state_dict", "save_state_dict"]
 
@@ -114,7 +114,8 @@ def save_state_dict(
         0
     """
     options, check = enter_with(options, SaveOptions)
-    ranks = connected(process_group, coordinator_rank, options)
+    with naming_folder(path):
+        ranks = connected(process_group, coordinator_rank, options)
     find = paddles(ranks, state_dict, check=check)
     return save_with(ranks, find, path, unique_id, async_save, options)
 
@@ -171,7 +172,8 @@ def load_state_dict(
         (100, ())
     """
     options, check = enter_with(options, LoadOptions)
-    ranks = connected(process_group, coordinator_rank, options)
+    with naming_folder(path):
+        ranks = connected(process_group, coordinator_rank, options)
     find = paddles(ranks, state_dict, options.staging_bytes, check)
     return load_with(ranks, find, path, unique_id, options, offload)
 

@@ -30,7 +30,7 @@ from .options import LoadOptions, SaveOptions
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .state_exports import export_filled_with
-from .wiring import connected, export_with, load_with, paddles, refuse, save_with, source_of
+from .wiring import connected, export_with, load_with, naming_folder, paddles, refuse, save_with, source_of
 
 __all__ = ["install", "uninstall"]
 
@@ -187,7 +187,8 @@ class _DropIn:
         """:func:`paddle_dist_ckpt.save_state_dict`, called as that of paddle.distributed is."""
         _log_without_effect("save_state_dict", safetensors=safetensors, save_replicas=save_replicas)
         options, replace = self.save_options, self.replace_newest
-        ranks = connected(process_group, coordinator_rank, options)
+        with naming_folder(path):
+            ranks = connected(process_group, coordinator_rank, options)
         find = paddles(ranks, state_dict)
         saved = save_with(ranks, find, path, unique_id, async_save, options, replace_newest=replace)
         if isinstance(saved, AsyncSave):
@@ -222,7 +223,8 @@ class _DropIn:
         }
         _log_without_effect("load_state_dict", **of_paddle)
         options = self.load_options
-        ranks = connected(process_group, coordinator_rank, options)
+        with naming_folder(path):
+            ranks = connected(process_group, coordinator_rank, options)
         try:
             if load_transform is not None:
                 raise NotImplementedError(_NO_TRANSFORM)

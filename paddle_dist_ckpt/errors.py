@@ -15,6 +15,7 @@ Errors about what all ranks share (the first six, when the coordinator finds the
 merged) are raised with the same type on every rank. An error of one rank alone is raised as
 :class:`RankFailureError` on all of them; a process that works alone raises the error itself. What Paddle raises in a
 save, of a device, has neither an error number nor a path, and becomes a :class:`CheckpointError` that names the folder.
+All errors of this library that a save or a load raises name the folder that was passed.
 """
 
 from __future__ import annotations

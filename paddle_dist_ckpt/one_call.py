@@ -24,7 +24,7 @@ from .options import LoadOptions, SaveOptions
 from .reports import SaveReport, loaded_line
 from .storage import Storage, as_source
 from .tree.state_dict import Adapter
-from .wiring import checked_id, connected, load_whole, load_with, paddles, save_with
+from .wiring import checked_id, connected, load_whole, load_with, naming_folder, paddles, save_with
 
 __all__ = ["load", "model_state_dict", "optimizer_state_dict", "rng_state", "save", "set_rng_state"]
 
@@ -81,7 +81,8 @@ def save(
     from .paddle_adapter import arguments
 
     options = SaveOptions()
-    ranks = connected(group, arguments.first_rank(group), options)
+    with naming_folder(path):
+        ranks = connected(group, arguments.first_rank(group), options)
 
     def find() -> tuple[dict[Any, Any], Adapter]:
         state = {"model": arguments.layers(model), **_objects(None, optimizer)}

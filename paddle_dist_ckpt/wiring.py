@@ -7,13 +7,14 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from .arguments import as_integer, checked, checked_timeout
 from .control.ranks import Ranks
+from .core.naming import naming
 from .core.parts import Arranger
 from .exporting.export import export_checkpoint
 from .exporting.formats import ExportRequest
@@ -49,6 +50,7 @@ __all__ = [
     "load_whole",
     "load_with",
     "members",
+    "naming_folder",
     "paddles",
     "pass_over_last_save",
     "prepare_save",
@@ -109,6 +111,14 @@ def paddles(
     return find
 
 
+def naming_folder(path: Any) -> AbstractContextManager[None]:
+    """Has errors that leave the block name the folder that a user means by ``path``, if it is one."""
+    try:
+        return naming(as_storage(path).location)
+    except (TypeError, ValueError, OSError):  # which is raised where the other ranks hear of it
+        return nullcontext()
+
+
 def save_with(
     ranks: Ranks,
     find: Find,
@@ -127,25 +137,28 @@ def save_with(
         replace_newest: Without a number, replace the newest checkpoint, by the coordinator's listing.
         kind: What the session is called.
     """
-    ticket, made = Ticket(), ranks.make_session(save_kind(in_background, kind), options.timeout)
-    # One within another call takes no turn: that call's session is open already.
-    memory = ranks.memory.setdefault("save", SaveMemory()) if ranks.within is None else SaveMemory()
-    try:
-        memory.turn.join(ticket)
-        with ExitStack() as opened:
-            session = opened.enter_context(made)
-            unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
-            check_bool("async_save", in_background)
-            state_dict, adapter = find()
-            find_storage, bound = functools.partial(as_storage, path), options.progress_timeout
-            storage = opened.enter_context(bounded(find_storage, path, bound, ranks.rank, memory.unfinished))
-            context = SaveContext(storage, session, ranks.transport, adapter, memory, replace_newest, ticket)
-            return save(state_dict, opened, context, unique_id, options, in_background, after)
-    finally:
-        # An interrupt may have kept the block from ending what it had begun: see Turn, and Ending.
-        ticket.over = ticket.over or not ticket.goes_on  # first, as it calls nothing, so that no other comes between
-        if not ticket.goes_on:
-            made.__exit__(*sys.exc_info())
+    with naming_folder(path) if ranks.within is None else nullcontext():
+        ticket, made = Ticket(), ranks.make_session(save_kind(in_background, kind), options.timeout)
+        # One within another call takes no turn: that call's session is open already.
+        memory = ranks.memory.setdefault("save", SaveMemory()) if ranks.within is None else SaveMemory()
+        try:
+            memory.turn.join(ticket)
+            with ExitStack() as opened:
+                session = opened.enter_context(made)
+                unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
+                check_bool("async_save", in_background)
+                state_dict, adapter = find()
+                find_storage, bound = functools.partial(as_storage, path), options.progress_timeout
+                storage = opened.enter_context(bounded(find_storage, path, bound, ranks.rank, memory.unfinished))
+                context = SaveContext(storage, session, ranks.transport, adapter, memory, replace_newest, ticket)
+                return save(state_dict, opened, context, unique_id, options, in_background, after)
+        finally:
+            # An interrupt may have kept the block from ending what it had begun: see Turn, and Ending.
+            ticket.over = (
+                ticket.over or not ticket.goes_on
+            )  # first, as it calls nothing, so that no other comes between
+            if not ticket.goes_on:
+                made.__exit__(*sys.exc_info())
 
 
 def save_kind(in_background: bool, kind: str = "save_state_dict") -> str:
@@ -181,7 +194,7 @@ def load_with(
         threads: How many threads read; None for all that the host offers.
         is_part: Whether the caller logs what is loaded.
     """
-    with ranks.session(kind, options.timeout) as made, made as session:
+    with naming_folder(path), ranks.session(kind, options.timeout) as made, made as session:
         unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
         check_bool("offload", offload)
         state_dict, adapter = find()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from ..core.latch import Latch
+from ..core.naming import naming
 from ..core.threads import at_exit, lower_priority
 from ..errors import CheckpointError, DurabilityUnknownError
 from ..reports import SaveReport
@@ -91,7 +92,8 @@ class AsyncSave:
             return
         self._worker = threading.get_ident()
         try:
-            self._outcome = finish()
+            with naming(self._path):
+                self._outcome = finish()
         except BaseException as error:
             self._outcome = error
             _logger.error("the background save to %s failed: %s", self._path, error)

@@ -350,9 +350,9 @@ def test_every_optimizer_resumes_or_is_refused() -> None:
 )
 def test_what_is_refused_says_what_to_do(tmp_path: Path, name: str, advice: str) -> None:
     kind = _shipped()[name]
-    with pytest.raises(UnsupportedValueError, match=rf"^a\.b: .*{name}.*{advice}"):
+    with pytest.raises(UnsupportedValueError, match=rf"a\.b: .*{name}.*{advice}"):
         save_state_dict({"a": {"b": _instance(kind)}}, tmp_path)
-    with pytest.raises(UnsupportedValueError, match=rf"^a\.b: .*{name}.*{advice}"):
+    with pytest.raises(UnsupportedValueError, match=rf"a\.b: .*{name}.*{advice}"):
         load_state_dict({"a": {"b": _instance(kind)}}, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -360,7 +360,7 @@ def test_what_is_refused_says_what_to_do(tmp_path: Path, name: str, advice: str)
 def test_masks_by_names_of_a_run_are_refused(tmp_path: Path) -> None:
     """Those of layers of one shape would be mixed if a run makes the layers in another order."""
     optimizer = paddle.incubate.asp.asp.OptimizerWithSparsityGuarantee(_plain("AdamW")(_model()))
-    with pytest.raises(UnsupportedValueError, match=r"^o: .*OptimizerWithSparsityGuarantee has masks.*prune_model"):
+    with pytest.raises(UnsupportedValueError, match=r"o: .*OptimizerWithSparsityGuarantee has masks.*prune_model"):
         save_state_dict({"o": optimizer}, tmp_path)
     assert not list(tmp_path.iterdir())
     save_state_dict({"o": optimizer._optimizer}, tmp_path)
@@ -384,7 +384,7 @@ def test_fused_parameters_are_refused(tmp_path: Path, switch: str) -> None:
     vars(optimizer).update(tensor_fusion=False, comm_overlap=False)
     save_state_dict({"o": optimizer}, tmp_path / "whole")
     vars(optimizer)[switch] = True
-    with pytest.raises(UnsupportedValueError, match=r"^o: DygraphShardingOptimizer with tensor_fusion"):
+    with pytest.raises(UnsupportedValueError, match=r"o: DygraphShardingOptimizer with tensor_fusion"):
         save_state_dict({"o": optimizer}, tmp_path / "fused")
 
 

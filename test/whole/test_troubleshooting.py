@@ -190,7 +190,7 @@ def of_ranks_that_differ(data: Path) -> Iterator[str]:
     yield of_ranks(run_ranks(2, lambda rank: rank.save({"n": 1}, seen[rank.rank])))
     drifted = run_ranks(2, lambda rank: rank.save({"w": np.full((300, 300), rank.rank, "f4")}, data / "x"))
     yield of_ranks(drifted).replace(" If each rank", "\nIf each rank")  # the page has the first sentence
-    yield of_ranks(run_ranks(2, lambda rank: save(rank, {"n": 1}) if rank.rank else rank.load({"n": 0}, data / "run")))
+    yield of_ranks(run_ranks(2, lambda rank: save(rank, {"n": 1}) if rank.rank else rank.load({"n": 0}, data / "x")))
     half = shard_array(np.zeros((4, 4)), [Box((0, 0), (2, 4))])
     yield of_ranks(try_save([{"t": half}, {"t": half}], data / "x"))
     yield of_ranks(run_ranks(2, lambda rank: rank.load({"n": 0}, data / "c", None, LoadOptions(strict=rank.rank == 1))))
