@@ -16,6 +16,7 @@ from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import metadata_name, parse_data_file, parse_temporary, step_of
 from ..storage.base import Storage, is_refusal
+from ..storage.capabilities import is_published
 from .aside import put_aside
 from .catalogs import ids_beside
 from .checkpoint import read_checkpoint
@@ -174,8 +175,15 @@ def publish_under(lease: Lease, unique_id: int, data: bytes, replace: bool, conf
 
     try:
         return storage.publish(metadata_name(unique_id), data, lease.temporary, replace, confirm_and_begin)
-    except CheckpointTimeoutError:  # says itself what may have become of it
-        raise
+    except CheckpointTimeoutError as error:  # says itself what may have become of it, if that cannot be seen
+        if not (begun and is_published(storage, metadata_name(unique_id), data)):
+            raise
+        raise DurabilityUnknownError(
+            f"committed as id {unique_id} to {storage.location}, its durability unknown: a crash of the machine might "
+            "undo it, for the disk has not answered since within progress_timeout",
+            storage.location,
+            unique_id,
+        ) from error
     except Exception as error:  # of memory that is used up, for one, or of a storage of its own kind
         what = _what_became(storage, unique_id, data) if begun else None
         if what is None:

@@ -7,7 +7,16 @@ from collections.abc import Callable
 from ..core.memory import Bytes1D
 from .base import ReadableFile, Storage, WritableFile
 
-__all__ = ["extended", "has_folders", "hole_bytes", "is_hole", "is_part", "read_windows", "what_is_on_disk"]
+__all__ = [
+    "extended",
+    "has_folders",
+    "hole_bytes",
+    "is_hole",
+    "is_part",
+    "is_published",
+    "read_windows",
+    "what_is_on_disk",
+]
 
 
 def is_part(storage: Storage) -> bool:
@@ -18,6 +27,12 @@ def is_part(storage: Storage) -> bool:
 def has_folders(storage: Storage) -> bool:
     """Whether a storage takes the path of a file in a folder of the folder for a name."""
     return getattr(storage, "has_folders", False)
+
+
+def is_published(storage: Storage, name: str, data: bytes) -> bool:
+    """Whether a file that was being published when that was given up can be seen by now, as far as is known."""
+    known = getattr(storage, "is_published", None)
+    return known is not None and bool(known(name, data))
 
 
 def extended(file: WritableFile, nbytes: int) -> bool:

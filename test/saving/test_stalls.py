@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import SaveOptions
-from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, Stall
+from paddle_dist_ckpt import DurabilityUnknownError, LocalStorage, SaveOptions
+from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, Stall, run_ranks
 from test import background
 from test.background import LONG, error_of, job, version_in, versions, versions_in
-from test.jobs import data_files, save_alone, save_on, saves_in, split_rows, try_save
+from test.jobs import data_files, errors_of, save_alone, save_on, saves_in, split_rows, try_save
 from test.stalls import BOUND, all_at_once, check_error, hanging, helpers_end
 from test.strategies import some
 from test.torture.leftovers import age_all, check_clean
@@ -131,6 +131,49 @@ def test_a_commit_that_may_still_happen_is_called_unknown_and_waited_for(
     save_alone(*versions(5, 1), tmp_path, 7)
     check_clean(tmp_path)
     helpers_end()
+
+
+@pytest.mark.parametrize(("unique_id", "call"), [(None, "link"), (0, "replace")])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_commit_that_hangs_when_it_can_be_seen_is_called_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unique_id: int | None, call: str, background: bool
+) -> None:
+    """All that is left to do is the fsync of the folder."""
+    save_on(versions(1, RANKS), tmp_path)
+    named, stall = threading.Event(), Stall("sync", "")
+    original, sync = getattr(os, call), LocalStorage.sync
+
+    def give_name(source: Any, target: Any) -> None:
+        original(source, target)
+        if str(target).endswith(".metadata"):
+            named.set()
+
+    def hang(storage: LocalStorage) -> None:
+        if named.is_set():
+            stall("sync", "")
+        sync(storage)
+
+    monkeypatch.setattr(os, call, give_name)
+    monkeypatch.setattr(LocalStorage, "sync", hang)
+
+    def work(rank: SimulatedRank) -> Any:
+        state = versions(2, RANKS)[rank.rank]
+        if not background:
+            return rank.save(state, tmp_path, unique_id, options())
+        return rank.save_in_background(state, tmp_path, unique_id, options()).result()
+
+    expected = 1 if unique_id is None else 0
+    for error in errors_of(run_ranks(RANKS, work), DurabilityUnknownError):
+        assert str(error).startswith(f"committed as id {expected} to {tmp_path}, its durability unknown")
+        assert (error.path, error.unique_id) == (str(tmp_path), expected)
+    assert versions_in(tmp_path) == ([1, 2] if unique_id is None else [2])
+    stall.release()
+    helpers_end()
+    named.clear()
+    save_on(versions(3, RANKS), tmp_path, expected)
+    age_all(tmp_path)
+    save_alone(*versions(5, 1), tmp_path, 7)
+    check_clean(tmp_path)
 
 
 def test_a_commit_that_hung_until_others_took_it_for_dead_does_not_happen(
