@@ -178,24 +178,20 @@ def publish_under(lease: Lease, unique_id: int, data: bytes, replace: bool, conf
     except CheckpointTimeoutError as error:  # says itself what may have become of it, if that cannot be seen
         if not (begun and is_published(storage, metadata_name(unique_id), data)):
             raise
-        raise DurabilityUnknownError(
-            f"committed as id {unique_id} to {storage.location}, its durability unknown: a crash of the machine might "
-            "undo it, for the disk has not answered since within progress_timeout",
-            storage.location,
-            unique_id,
-        ) from error
+        why = "the disk has not answered since within progress_timeout"
+        raise _unknown("committed", storage, unique_id, why) from error
     except Exception as error:  # of memory that is used up, for one, or of a storage of its own kind
         what = _what_became(storage, unique_id, data) if begun else None
         if what is None:
             if isinstance(error, FileNotFoundError):  # the name under which it was complete
                 lease.check_held()
             raise
-        raise DurabilityUnknownError(
-            f"{what} as id {unique_id} to {storage.location}, its durability unknown: a crash of the machine might "
-            f"undo it, for it ended with: {_said(error)}",
-            storage.location,
-            unique_id,
-        ) from error
+        raise _unknown(what, storage, unique_id, f"it ended with: {_said(error)}") from error
+
+
+def _unknown(what: str, storage: Storage, unique_id: int, why: str) -> DurabilityUnknownError:
+    location, text = storage.location, f"its durability unknown: a crash of the machine might undo it, for {why}"
+    return DurabilityUnknownError(f"{what} as id {unique_id} to {location}, {text}", location, unique_id)
 
 
 def _what_became(storage: Storage, unique_id: int, data: bytes) -> str | None:
