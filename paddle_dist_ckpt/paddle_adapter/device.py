@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,13 +72,10 @@ def devices_of(tensors: Sequence[Any]) -> list[str | None]:
     """
     if not has_devices():
         return [None] * len(tensors)
-    found, last, device = list[str | None](), None, None
-    for tensor in tensors:
-        place = tensor.place
-        if last is None or not last._equals(place):  # mostly all are at one place
-            last, device = place, _device_at(place)
-        found.append(device)
-    return found
+    places = list(map(operator.attrgetter("place"), tensors))
+    if places and all(map(places[0]._equals, places)):  # mostly all are at one place
+        return [_device_at(places[0])] * len(places)
+    return list(map(_device_at, places))
 
 
 def _device_at(place: Any) -> str | None:
