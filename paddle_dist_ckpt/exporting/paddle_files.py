@@ -10,7 +10,7 @@ from ..core.shards import Kind
 from ..errors import UnsupportedValueError
 from ..tree.building import build_tree
 from ..tree.paths import Part, parent_of, parse_path, plain_key
-from .pickles import Instance, Pairs, pickled
+from .pickles import Alike, Instance, Pairs, pickled
 from .plan import ExportFile, ExportTensor, fill_files
 
 __all__ = ["plan_paddle", "plan_pdparams"]
@@ -39,7 +39,7 @@ def plan_paddle(tensors: Sequence[ExportTensor], most: int) -> list[ExportFile]:
         _MODULE,
         "Metadata",
         {
-            "state_dict_metadata": Pairs((tensor.key, [_local_metadata(tensor)]) for tensor in every),
+            "state_dict_metadata": Pairs((tensor.key, _local_metadata(tensor)) for tensor in every),
             "storage_metadata": Pairs(
                 (_index(tensor), name) for name, group in zip(names, groups, strict=True) for tensor in group
             ),
@@ -56,28 +56,35 @@ def _named(tensors: Sequence[ExportTensor]) -> Pairs:
     return Pairs(itertools.chain(((tensor.key, tensor) for tensor in tensors), [(_NAMES, names)]))
 
 
-def _local_metadata(tensor: ExportTensor) -> Instance:
-    state = {
-        "global_offset": (0,) * len(tensor.shape),
-        "local_shape": tensor.shape,
-        "dtype": tensor.dtype.name,
-        "global_shape": tensor.shape,
-        "is_flattened": False,
-        "flattened_range": None,
-    }
-    return Instance(_MODULE, "LocalTensorMetadata", state)
+def _local_metadata(tensor: ExportTensor) -> Alike:
+    """What is said of the parts of a tensor, of which there is one."""
+
+    def make() -> list[Instance]:
+        state = {
+            "global_offset": (0,) * len(tensor.shape),
+            "local_shape": tensor.shape,
+            "dtype": tensor.dtype.name,
+            "global_shape": tensor.shape,
+            "is_flattened": False,
+            "flattened_range": None,
+        }
+        return [Instance(_MODULE, "LocalTensorMetadata", state)]
+
+    return Alike(f"parts {tensor.dtype.name} {tensor.shape}".encode(), make)
 
 
 def _index(tensor: ExportTensor) -> Instance:
-    state = {
-        "tensor_key": tensor.key,
-        "global_offset": (0,) * len(tensor.shape),
-        "is_flattened": False,
-        "flattened_range": None,
-        "replica_id": None,
-        "local_shape": tensor.shape,
-    }
-    return Instance(_MODULE, "LocalTensorIndex", state)
+    def make() -> dict[str, Any]:
+        return {
+            "global_offset": (0,) * len(tensor.shape),
+            "is_flattened": False,
+            "flattened_range": None,
+            "replica_id": None,
+            "local_shape": tensor.shape,
+        }
+
+    common = Alike(f"index {tensor.shape}".encode(), make)
+    return Instance(_MODULE, "LocalTensorIndex", {"tensor_key": tensor.key}, common)
 
 
 def _parts_of(tensor: ExportTensor) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle  # noqa: TID251 (for its opcodes; nothing is read)
 import struct
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from ..core.dtypes import DType
 from ..errors import UnsupportedValueError
 from .plan import ExportTensor
 
-__all__ = ["Instance", "Pairs", "pickled"]
+__all__ = ["Alike", "Instance", "Pairs", "pickled"]
 
 # Element types of numpy's arrays, as Paddle keeps them; bfloat16, which numpy does not have, it keeps as uint16.
 _CODES = {
@@ -43,7 +43,20 @@ _TUPLES = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.
 _OF_EMPTY = (np.ndarray, (0,), b"b")  # what numpy has an empty array made of
 _MOST_SHORT = 255  # of what is counted in one byte
 _MOST_TEXT = 1 << 20  # bytes of opcodes in a part, about
+_MOST_ALIKE = 1 << 12  # of what is often the same; of shapes that are all different it would take many times as much
 _MOST_PLACES = 1 << 16  # of the memo: of texts that are all different it would take many times as much as these
+
+
+class Alike(NamedTuple):
+    """What is the same in many places of a file: it is made, and its opcodes are put together, only once or twice.
+
+    Attributes:
+        mark: Tells it from whatever else the file has of this kind.
+        make: Makes it, of plain values and instances.
+    """
+
+    mark: bytes
+    make: Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,12 +66,14 @@ class Instance:
     Attributes:
         module: The class's module.
         name: Its name.
-        state: What becomes the object's ``__dict__``.
+        state: What becomes the object's ``__dict__``,
+        common: and, behind it, a dict of what many objects have in common.
     """
 
     module: str
     name: str
     state: Mapping[str, Any]
+    common: Alike | None = None
 
 
 class Pairs(NamedTuple):
@@ -75,8 +90,8 @@ def pickled(value: Any) -> list[bytes | ExportTensor]:
     """A pickle of protocol 4, as what a file is made of.
 
     Args:
-        value: Dicts, lists, tuples, instances, plain values, those of numpy too, and tensors, which become numpy
-            arrays.
+        value: Dicts, lists, tuples, instances, plain values, those of numpy too, what is alike, and tensors, which
+            become numpy arrays.
 
     Raises:
         UnsupportedValueError: there is something else, or a tensor of a type for which Paddle has no numpy array.
@@ -104,6 +119,7 @@ class _Writer:
         self._text = bytearray(pickle.PROTO + b"\x04")
         # What takes something from the memo: texts, shapes, modules with names, element types.
         self._codes: dict[Hashable, bytes] = {}
+        self._alike: dict[bytes, bytes] = {}  # the opcodes of what is often the same, by its mark
 
     def finished(self) -> list[bytes | ExportTensor]:
         """All of it."""
@@ -118,35 +134,9 @@ class _Writer:
 
     def write(self, value: Any) -> None:
         """Write one object."""
-        if type(value) is str:
-            if not self._is_recalled(value):
-                self._write_text(value)
-        elif value is None:
-            self._text += pickle.NONE
-        elif type(value) is bool:
-            self._text += pickle.NEWTRUE if value else pickle.NEWFALSE
-        elif type(value) is int:
-            self._write_int(value)
-        elif type(value) is float:
-            self._text += pickle.BINFLOAT + struct.pack(">d", value)
-        elif type(value) is tuple:
-            self._write_tuple(value)
-        elif isinstance(value, ExportTensor):
-            self._write_array(value)
-        elif isinstance(value, Instance):
-            self._write_global(value.module, value.name)
-            self._text += pickle.EMPTY_TUPLE + pickle.NEWOBJ
-            self._write_dict(value.state.items())
-            self._text += pickle.BUILD
-        elif type(value) is dict:
-            self._write_dict(value.items())
-        elif isinstance(value, Pairs):
-            self._write_dict(value.items)
-        elif type(value) is list:
-            self._text += pickle.EMPTY_LIST + pickle.MARK
-            for item in value:
-                self.write(item)
-            self._text += pickle.APPENDS
+        write = _WRITERS.get(type(value))
+        if write is not None:
+            write(self, value)
         elif isinstance(value, (np.generic, np.ndarray)):
             # Older versions of numpy have no numpy._core, and newer ones know the old name.
             self._text += _inner(value).replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n", 1)
@@ -155,14 +145,60 @@ class _Writer:
         else:
             raise UnsupportedValueError(f"a {type(value).__name__} cannot be exported to a pickle")
 
-    def _write_dict(self, items: Iterable[tuple[Any, Any]]) -> None:
-        self._text += pickle.EMPTY_DICT + pickle.MARK
-        for key, item in items:
-            self.write(key)
+    def _write_none(self, _: None) -> None:
+        self._text += pickle.NONE
+
+    def _write_bool(self, value: bool) -> None:
+        self._text += pickle.NEWTRUE if value else pickle.NEWFALSE
+
+    def _write_float(self, value: float) -> None:
+        self._text += pickle.BINFLOAT + struct.pack(">d", value)
+
+    def _write_list(self, items: list[Any]) -> None:
+        self._text += pickle.EMPTY_LIST + pickle.MARK
+        for item in items:
             self.write(item)
+        self._text += pickle.APPENDS
+
+    def _write_dict(self, items: Mapping[Any, Any]) -> None:
+        self._write_pairs(Pairs(items.items()))
+
+    def _write_pairs(self, pairs: Pairs) -> None:
+        self._text += pickle.EMPTY_DICT + pickle.MARK
+        for pair in pairs.items:
+            self._write_items([pair])
             if len(self._text) > _MOST_TEXT:
                 self._cut()
         self._text += pickle.SETITEMS
+
+    def _write_items(self, items: Iterable[tuple[Any, Any]]) -> None:
+        for key, item in items:
+            self.write(key)
+            self.write(item)
+
+    def _write_instance(self, value: Instance) -> None:
+        self._write_global(value.module, value.name)
+        self._text += pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK
+        self._write_items(value.state.items())
+        if value.common is not None:
+            mark, make = value.common
+            self._repeat(mark, lambda: self._write_items(make().items()))
+        self._text += pickle.SETITEMS + pickle.BUILD
+
+    def _write_alike(self, value: Alike) -> None:
+        mark, make = value
+        self._repeat(mark, lambda: self.write(make()))
+
+    def _repeat(self, mark: bytes, write: Callable[[], None]) -> None:
+        """Write what is the same wherever it has this mark: by the opcodes of the last time, if these took all they
+        could from the memo."""
+        if (code := self._alike.get(mark)) is not None:
+            self._text += code
+            return
+        start, before = len(self._text), (len(self._codes), len(self._parts))
+        write()
+        if (len(self._codes), len(self._parts)) == before and len(self._alike) < _MOST_ALIKE:
+            self._alike[mark] = bytes(self._text[start:])
 
     def _is_recalled(self, what: Hashable) -> bool:
         """Take something from the memo, if it has been written before."""
@@ -182,6 +218,9 @@ class _Writer:
             self._codes[what] = code
 
     def _write_text(self, text: str) -> None:
+        if (code := self._codes.get(text)) is not None:  # as in _is_recalled, but faster: of texts there are most
+            self._text += code
+            return
         data = text.encode("utf-8", "surrogatepass")
         short = len(data) <= _MOST_SHORT
         self._text += pickle.SHORT_BINUNICODE if short else pickle.BINUNICODE8
@@ -217,6 +256,13 @@ class _Writer:
             self._remember((module, name))
 
     def _write_array(self, tensor: ExportTensor) -> None:
+        mark = f"array {tensor.dtype.name} {tensor.shape}".encode()
+        self._repeat(mark, lambda: self._write_head(tensor))
+        self._cut()
+        self._parts.append(tensor)
+        self._text += pickle.TUPLE + pickle.BUILD
+
+    def _write_head(self, tensor: ExportTensor) -> None:
         """As numpy pickles an array: an empty one is made, and given its shape, dtype, order (C) and bytes."""
         self._write_global("numpy.core.multiarray", "_reconstruct")
         if not self._is_recalled(_OF_EMPTY):
@@ -227,9 +273,6 @@ class _Writer:
         self.write(tensor.shape)
         self._write_dtype(tensor.dtype, tensor.key)
         self._text += pickle.NEWFALSE + pickle.BINBYTES8 + tensor.nbytes.to_bytes(8, "little")
-        self._cut()
-        self._parts.append(tensor)
-        self._text += pickle.TUPLE + pickle.BUILD
 
     def _write_dtype(self, dtype: DType, key: str) -> None:
         if dtype.name not in _CODES:
@@ -241,3 +284,19 @@ class _Writer:
             self.write((3, "<" if dtype.itemsize > 1 else "|", None, None, None, -1, -1, 0))
             self._text += pickle.BUILD
             self._remember(dtype)
+
+
+_WRITERS: Mapping[type, Callable[[_Writer, Any], None]] = {
+    str: _Writer._write_text,
+    int: _Writer._write_int,
+    bool: _Writer._write_bool,
+    float: _Writer._write_float,
+    type(None): _Writer._write_none,
+    tuple: _Writer._write_tuple,
+    list: _Writer._write_list,
+    dict: _Writer._write_dict,
+    Pairs: _Writer._write_pairs,
+    Instance: _Writer._write_instance,
+    Alike: _Writer._write_alike,
+    ExportTensor: _Writer._write_array,
+}

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
@@ -173,8 +173,14 @@ class ExportPiece(NamedTuple):
         """Where its bytes end."""
         return self.start + self.nbytes
 
-    def sources(self) -> Iterator[PieceSource]:
+    def sources(self) -> Iterable[PieceSource]:
         """What it is read from; what is converted in boxes of some megabytes."""
+        stored = self.tensor.made_of
+        if isinstance(stored, StoredPart) and stored.part is None and stored.dtype is self.tensor.dtype:
+            return (PieceSource(stored.row, stored.dtype, self.box, None),)  # as of nearly all
+        return self._sources()
+
+    def _sources(self) -> Iterator[PieceSource]:
         for stored in self.tensor.parts:
             row, dtype, part = stored.row, stored.dtype, stored.part
             box, mine = self.box, None
@@ -221,34 +227,37 @@ class ExportWindow(NamedTuple):
     @property
     def known(self) -> Iterator[tuple[int, memoryview]]:
         """Bytes that are known, with where they start in the window."""
-        for start, number, span in self._spans():
+        for at, number, start, stop in self._spans():
             part = self.parts[number]
             data = part.data if isinstance(part, ExportTensor) else part
             if data is not None:
-                yield start, memoryview(data)[span.start : span.stop]
+                yield at, memoryview(data)[start:stop]
 
     @property
     def pieces(self) -> Iterator[ExportPiece]:
         """Parts of tensors."""
-        for start, number, span in self._spans():
+        everything = whole(())
+        for at, number, start, stop in self._spans():
             part = self.parts[number]
             if isinstance(part, ExportTensor):
-                if len(span) == self.sizes[number]:
-                    yield ExportPiece(start, part, number, whole(part.shape))
+                if stop - start == self.sizes[number]:
+                    if part.shape != everything.shape:  # mostly it is that of the one before
+                        everything = whole(part.shape)
+                    yield ExportPiece(at, part, number, everything)
                     continue
                 item = part.dtype.itemsize
-                for box in cut_flat_range(part.shape, span.start // item, span.stop // item):
-                    yield ExportPiece(start, part, number, box)
-                    start += box.size * item
+                for box in cut_flat_range(part.shape, start // item, stop // item):
+                    yield ExportPiece(at, part, number, box)
+                    at += box.size * item
 
-    def _spans(self) -> Iterator[tuple[int, int, range]]:
-        """Where in the window bytes of a part stand, the part's number, and which of its bytes they are."""
-        at, skipped, number, nbytes = 0, self.skipped, self.first, self.nbytes
+    def _spans(self) -> Iterator[tuple[int, int, int, int]]:
+        """Where in the window bytes of a part stand, the part's number, and from where to where in it they are."""
+        at, skipped, number, nbytes, sizes = 0, self.skipped, self.first, self.nbytes, self.sizes
         while at < nbytes:
-            take = min(self.sizes[number] - skipped, nbytes - at)
-            if take:
-                yield at, number, range(skipped, skipped + take)
-            at, skipped, number = at + take, 0, number + 1
+            stop = min(sizes[number], skipped + nbytes - at)
+            if stop > skipped:
+                yield at, number, skipped, stop
+            at, skipped, number = at + stop - skipped, 0, number + 1
 
 
 def _size_of(part: bytes | ExportTensor) -> int:

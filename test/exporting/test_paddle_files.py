@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import pickletools
 import sys
 import types
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import PerRank, UnsupportedValueError, export
-from paddle_dist_ckpt.exporting.pickles import pickled
+from paddle_dist_ckpt.exporting.pickles import Alike, pickled
 from paddle_dist_ckpt.testing import NumpyAdapter
 from test.jobs import alike, load_whole, make_array, same_bits, save_alone, save_on, split_all, split_rows
 
@@ -302,6 +304,20 @@ def test_a_memo_has_a_limit_and_what_comes_behind_it_is_written_again() -> None:
     assert pickle.loads(content) == value
     assert content.count(pickle.SHORT_BINUNICODE + b"\x01a") == 2
     assert sum(code.name == "MEMOIZE" for code, _, _ in pickletools.genops(content)) == 1 << 16
+
+
+@pytest.mark.parametrize(("before", "times"), [(0, 2), (1 << 16, 1)], ids=["from the memo", "when that is full"])
+def test_what_is_alike_is_made_a_few_times_and_written_each_time(before: int, times: int) -> None:
+    made = Counter[int]()
+
+    def make(n: int) -> dict[str, Any]:
+        made[n] += 1
+        return {"n": n, "of": (n, n), "text": f"text {n % 2}"}
+
+    texts, numbers = [f"{i}" for i in range(before)], [*range(5000)] * 5
+    alike = pickled([texts, [Alike(f"{n}".encode(), functools.partial(make, n)) for n in numbers]])
+    assert set(made.values()) == {times, 5}  # not many are remembered
+    assert b"".join(alike) == b"".join(pickled([texts, [make(n) for n in numbers]]))  # type: ignore[arg-type]
 
 
 def test_an_array_of_numpy_takes_no_place_in_the_memo(tmp_path: Path) -> None:
