@@ -8,12 +8,13 @@ from typing import Any
 
 from ..visible import visible
 
-__all__ = ["MOST_VALUE", "counted", "encodable", "key_text", "ranks_text", "value_text"]
+__all__ = ["MOST_VALUE", "counted", "encodable", "kept_once", "key_text", "ranks_text", "value_text"]
 
 MOST_VALUE = 2000
 _MOST_DEPTH = 50
 _MOST_BITS = 4096  # of an integer; Python refuses to write out 4,301 digits
 _MOST_ITEMS, _MOST_FLOATS = 100, 10  # of an array; each float takes up to a microsecond
+_MANY = 1 << 16  # texts of which it is worth to have none twice
 _MOST_RANKS = 4  # in a row that are named one by one
 
 
@@ -25,6 +26,16 @@ def encodable(text: str) -> str:
 def counted(count: int, noun: str) -> str:
     """``1 problem``, ``2 problems``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def kept_once(texts: list[str], known: list[str]) -> list[str]:
+    """The same texts. Of very many, those that are known, of which there are no equal ones, are in memory once."""
+    if texts == known:
+        return known
+    if len(texts) < _MANY:
+        return texts
+    same = dict(zip(known, known, strict=True))
+    return [same.get(text, text) for text in texts]
 
 
 def value_text(value: object, most: int = MOST_VALUE) -> str:

@@ -17,7 +17,7 @@ from ..core.garbage import no_collections
 from ..core.messages import decode, encode
 from ..core.parts import Arranged, IdleStatement
 from ..core.shards import Kind
-from ..core.text import counted
+from ..core.text import counted, kept_once
 from ..errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -68,11 +68,16 @@ _SHARED = 1.25  # readers of this part of a file, and more, read some of it twic
 
 
 class LoadCoordinator:
-    """The coordinator's answers, round by round. ``read`` is called for `.metadata` in the first one."""
+    """The coordinator's answers, round by round. ``read`` is called for `.metadata` in the first one.
+
+    Attributes:
+        own: The paths of the tensors that its own rank wants; set before the first round is answered.
+    """
 
     def __init__(self, context: LoadContext, read: Callable[[int | None], Metadata]) -> None:
         self._storage, self._session, self._options = context.storage, context.session, context.options
         self._arranger, self._read = context.arranger, read
+        self.own: list[str] = []
         # From round ``request`` on:
         self._folders: dict[int, FolderIdentity]  # of ranks that have one; who has none reaches nothing
         self._groups: dict[FolderIdentity, list[int]]  # the ranks that see each folder, ascending
@@ -104,7 +109,9 @@ class LoadCoordinator:
         first_with: dict[bytes, int] = {}  # the first rank that wants each, which mostly is the same on all
         for rank, request in requests.items():
             first_with.setdefault(request.wanted, rank)
-        wanted = {data: _sharing(decode(data, WantedPaths), metadata.table.paths) for data in first_with}
+        stored = metadata.table.paths
+        stored[:] = kept_once(stored, self.own)
+        wanted = {data: _wanted_paths(data, stored) for data in first_with}
         self._complete = {key for one in wanted.values() for key in one.complete}
         keys = found_nowhere(one.patterns for one in wanted.values())
         unmatched = found_nowhere(one.key_map for one in wanted.values())
@@ -348,9 +355,10 @@ class LoadCoordinator:
         return [Mismatch(key, f"{key}: stored, but {NOT_YET}") for key in left.refused], left.doubtful
 
 
-def _sharing(wanted: WantedPaths, stored: list[str]) -> WantedPaths:
-    """The same; if all stored tensors are wanted, their paths are in memory once."""
-    return msgspec.structs.replace(wanted, tensors=stored) if wanted.tensors == stored else wanted
+def _wanted_paths(data: bytes, stored: list[str]) -> WantedPaths:
+    """What a rank wants; the paths of tensors that are stored are in memory once."""
+    wanted = decode(data, WantedPaths)
+    return msgspec.structs.replace(wanted, tensors=kept_once(wanted.tensors, stored))
 
 
 def _bytes_by_host(needs: Mapping[int, DecideRequest], hosts: Mapping[int, str]) -> Counter[tuple[str, str]]:

@@ -236,6 +236,8 @@ class LeavesLoad:
     def _request(self) -> tuple[WantedState, LoadRequest]:
         context, options = self.context, self.context.options
         wanted, paths = collect(self.holder.scan(), context.adapter, options, context.arranger, self._thaws)
+        if self._coordinator is not None:
+            self._coordinator.own = wanted.tensors.paths
         try:
             folder = context.storage.identity()
         except _NO_FOLDER:  # others may read for this rank

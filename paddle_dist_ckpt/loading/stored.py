@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 
-from ..core.columns import MANY, IntArray, narrow, pieces_of, unpack_column
+from ..core.columns import IntArray, narrow, pieces_of, unpack_column
 from ..core.shards import Kind, ShardTable
+from ..core.text import kept_once
 from ..errors import CheckpointCorruptedError
 from ..files.metadata import FileInfo
 from ..files.reader import StoredEntry
@@ -40,15 +41,10 @@ class StoredShards:
         CheckpointCorruptedError: the answer contradicts itself.
     """
 
-    def __init__(self, answer: LoadAnswer, wanted: Sequence[str]) -> None:
+    def __init__(self, answer: LoadAnswer, wanted: list[str]) -> None:
         self._keys, self._files = answer.keys, answer.files
         record = answer.tensors
-        if record.paths == wanted:  # then their texts are in memory once
-            record = msgspec.structs.replace(record, paths=list(wanted))
-        elif len(record.paths) >= MANY:  # so too, in another order
-            own = dict(zip(wanted, wanted, strict=True))
-            record = msgspec.structs.replace(record, paths=[own.get(path, path) for path in record.paths])
-            del own
+        record = msgspec.structs.replace(record, paths=kept_once(record.paths, wanted))
         self.table: ShardTable = table_from_record(record, len(answer.files))
         self._firsts = unpack_column(answer.firsts, len(self.table.paths), _MANY, "firsts")
         _check_values(self.table)

@@ -79,6 +79,7 @@ class Targets:
             place = np.arange(len(table.paths))
         else:
             place = np.array([-1 if path is None else table.index.get(path, -1) for path in parts.stored], np.int64)
+            table.forget()  # the index takes as much memory as the paths
         asked: Mask = np.zeros(len(table.paths), bool)
         asked[place[place >= 0]] = True  # also for what does not fit, which stays as it is
         refused = resizing.fit(tensors, table, place, parts.made)

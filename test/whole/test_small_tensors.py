@@ -374,6 +374,6 @@ def test_very_many_tiny_arrays_are_loaded_in_little_memory(tmp_path: Path) -> No
     with little_memory(69 << 20):
         assert load_whole(tmp_path) == arrays
     targets = {key: np.zeros(1, np.uint8) for key in reversed(arrays)}
-    with little_memory(75 << 20):
+    with little_memory(54 << 20):
         load_alone(targets, tmp_path)
     assert targets == arrays
