@@ -1,5 +1,5 @@
-"""Saves go on under every kind of hostile client, cost the coordinator no memory and no files to speak of, and a silent
-rank is noticed in time."""
+"""Saves go on under every kind of hostile client and take hardly longer, cost the coordinator no memory and no files to
+speak of, and a silent rank is noticed in time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ import pytest
 from test.torture import clients
 from test.torture.hostile_clients import KINDS
 
+TRIES = 6
+"""Other work on the machine can make saves slower just while a client is there, but not again and again."""
+
 
 @pytest.mark.parametrize("seed", range(len(KINDS)), ids=list(KINDS))
 def test_saves_go_on(seed: int, tmp_path: Path) -> None:
-    assert sum(clients.attempt(seed, tmp_path).values()) == 20
+    slowdowns = list[float]()
+    for number in range(TRIES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = clients.checked(seed, folder)
+        assert len(found["attacked"]) == 20
+        slowdowns.append(clients.slowdown(found))
+        if slowdowns[-1] <= clients.MOST_TIME:
+            return
+    pytest.fail(f"saves take {', '.join(f'{ratio:.2f}' for ratio in slowdowns)} times as long")
