@@ -14,6 +14,7 @@ from ..core.garbage import no_collections
 from ..core.parts import Arranged, Arranger, IdleStatement, Part, SourceTensor, WantedTensor
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, TensorView
+from ..errors import UnsupportedValueError
 from ..files.metadata import Metadata
 from ..planning.recipe_parts import FilledRecipe, PartMaker, RecipeError, recipe_of
 from ..recipes import Recipe
@@ -30,6 +31,7 @@ from .wanted import WantedState
 
 __all__ = ["MadeTensor", "Rehearsal", "rehearse"]
 
+_MOST_BYTES = 1 << 63
 Outlines = Mapping[str, tuple[tuple[int, ...], DType]]
 """Shape and element type of tensors, by flat key."""
 
@@ -95,6 +97,9 @@ def rehearse(
         rest: Says what other tensors are made of.
         targets: What is wanted; None for all that is made, and all that is left, as a merged load wants it.
         cast: See :class:`paddle_dist_ckpt.LoadOptions`.
+
+    Raises:
+        UnsupportedValueError: all together has 2**63 bytes or more.
     """
     stored, sources, problems = stored_tensors(metadata), set[str](), list[str]()
     arranged: Mapping[str, Arranged | None] = {}
@@ -226,4 +231,6 @@ def _wanted(
         shape, dtype = outline(key)
         wanted.tensors.add(path, TensorView(geometry(shape, dtype), (address,), None, None))
         address += math.prod(shape) * dtype.itemsize + 64
+        if address >= _MOST_BYTES:
+            raise UnsupportedValueError(f"{key}: with this, there are more bytes than a process can have memory for")
     return wanted

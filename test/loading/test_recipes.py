@@ -580,6 +580,14 @@ def test_a_rehearsal_tells_of_keys_that_nothing_is_made_for(tmp_path: Path, key:
     assert told.problems == [str(caught.value)]
 
 
+@pytest.mark.parametrize("count", [1 << 60, 1 << 61])
+def test_a_rehearsal_refuses_tensors_of_more_bytes_than_have_addresses(tmp_path: Path, count: int) -> None:
+    save_alone({"a": make_array((2,)), "b": make_array((2,))}, tmp_path)
+    outlines = dict.fromkeys(("a", "b"), ((count,), DTYPES["float32"]))
+    with pytest.raises(UnsupportedValueError, match="more bytes than a process can have memory for"):
+        rehearse(read_metadata(tmp_path), {}, None, outlines)
+
+
 # -- expressions
 
 
