@@ -10,6 +10,7 @@ from typing import Any
 from ..core.cached import cached_property
 from ..core.device_memory import DeviceAccess
 from ..tree.paths import containers_of, join, plain_key
+from ..tree.values import values_of
 from .messages import LoadAnswer, Mismatch
 from .needs import Needs
 from .part_targets import expand
@@ -43,11 +44,15 @@ class Fit:
     ``answer`` may be without what ``stored`` has of it. ``left_out`` are stored values that this rank does not take,
     ``devices`` reaches the memory of devices, if tensors are there, ``resize`` is ``LoadOptions.resize``.
 
+    Raises:
+        CheckpointCorruptedError: a value in `.metadata` is none.
+
     Attributes:
         targets: What is filled.
         needs: What it is filled from.
         problems: What does not fit.
         skipped: What is left as it is, if the load does not fail.
+        values: Those of `.metadata`, by path.
         refused: The paths of values that are not taken, as :meth:`look_at_staged` has found.
         stored: What is stored of it.
     """
@@ -80,6 +85,8 @@ class Fit:
         self.problems += list(map(self._uncovered, self.needs.uncovered))
         left = [Mismatch.at(path, reason) for path, reason in answer.skipped.items()]
         self.skipped = self.problems + wanted.left + left + resizing.notes
+        # Now, before anything is touched, for they may be damaged. Their lists become those of the values.
+        self.values = values_of(answer.values.items(), kept=bool(wanted.repeated))
 
     def _incomplete_objects(self) -> set[str]:
         """The paths of objects that would refuse what is stored for them, which is a problem unless it may be missing.

@@ -39,7 +39,6 @@ from ..reports import LoadReport, loaded_line
 from ..tree.building import build_tree
 from ..tree.paths import below, is_own, parent_of, plain_key
 from ..tree.state_dict import Leaves, PerRank
-from ..tree.values import values_of
 from .collecting import collect
 from .exchange_orders import ExchangeRound
 from .exchange_parts import ExchangeParts, Replaced
@@ -309,13 +308,13 @@ def _read_staged(fit: Fit, read: Callable[[], None]) -> tuple[list[Mismatch], Do
 
 
 def _values(fit: Fit, room: Room) -> dict[str, Any]:
-    """The values by path: those of `.metadata`, and those that were read from entries of data files. The answer's lists
-    become those of the values.
+    """The values by path: those of `.metadata`, and those that were read from entries of data files.
 
     Where the state_dict has a value, or an empty dict, at a path below which values are stored, these become one tree.
     """
-    ours = fit.answer.values.items()
-    values = values_of(((path, tree) for path, tree in ours if path not in fit.refused), kept=False)
+    values = fit.values  # nobody else needs them
+    for path in fit.refused:
+        values.pop(path, None)
     values |= {
         path: value if i == 0 else copy.deepcopy(value)
         for stored, value in fit.targets.entries(room).items()

@@ -7,6 +7,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,15 +20,18 @@ from test.jobs import (
     alike,
     blank_like,
     check_pieces,
+    errors_of,
     load_alone,
     load_on,
     make_array,
+    same_bits,
     save_alone,
     save_on,
     split_rows,
     try_load,
 )
 from test.strategies import some
+from test.torture.crafting import write_metadata
 
 ARRAY, COPY = make_array((60, 70)), make_array((80, 90), "int16")
 
@@ -102,3 +106,20 @@ def test_what_paddle_raises_in_one_process_is_said_of_the_folder(
         load_alone({"w": np.zeros((90, 80), "int16").T[:80, :90]}, tmp_path)
     assert all(part in str(caught.value) for part in (str(tmp_path), "copy failed", "partly written"))
     assert caught.value.__cause__ is raised
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_value_that_is_none_is_found_before_anything_is_touched(tmp_path: Path, ranks: int) -> None:
+    """As somebody can write it, with a digest that fits."""
+    save_alone({"cut": ARRAY, "copy": COPY, "n": float("inf"), "text": "a"}, tmp_path, 0)
+    head, body = (tmp_path / "0.metadata").read_bytes().split(b"\n", 1)
+    forged = body.rstrip(b"\n").replace(b'{"float":"inf"}', b'{"float":"7"}')
+    write_metadata(tmp_path, forged, msgspec.json.decode(head)["save"])
+    states = [{"cut": blank_like(ARRAY), "copy": blank_like(COPY), "n": 0.0, "text": ""} for _ in range(ranks)]
+    for error in errors_of(try_load(states, tmp_path), CheckpointError):
+        assert "n: a stored value is not well-formed" in str(error)
+        assert "partly written" not in str(error)
+    for state in states:
+        assert same_bits(state["cut"], blank_like(ARRAY))
+        assert same_bits(state["copy"], blank_like(COPY))
+        assert (state["n"], state["text"]) == (0.0, "")
