@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from paddle.amp.auto_cast import StateDictHook
+from paddle.amp.auto_cast import StateDictHook, amp_global_state
 from paddle.base.layer_helper import LayerHelper
 
 from paddle_dist_ckpt import (
@@ -1090,8 +1090,9 @@ def test_a_scaler_is_restored_if_it_takes_what_is_stored(tmp_path: Path, saved: 
     assert not loaded or scaler.state_dict()["scale"].tolist() == [64.0]
 
 
-def test_a_job_in_bfloat16_resumes_with_its_scaler(tmp_path: Path) -> None:
+def test_a_job_in_bfloat16_resumes_with_its_scaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paddle disables it in the first step, and then it has no state; a fresh one is enabled until its first step."""
+    monkeypatch.setattr(amp_global_state(), "amp_dtype", "bfloat16")  # else that of the last auto_cast, which stays
     scaler, fresh = scaler_of(True), scaler_of(True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Paddle's, of that
