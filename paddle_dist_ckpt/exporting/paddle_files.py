@@ -10,7 +10,7 @@ from ..core.shards import Kind
 from ..errors import UnsupportedValueError
 from ..tree.building import build_tree
 from ..tree.paths import Part, parent_of, parse_path, plain_key
-from .pickles import Alike, Instance, Pairs, pickled
+from .pickles import Instance, Pairs, Template, pickled
 from .plan import ExportFile, ExportTensor, fill_files
 
 __all__ = ["plan_paddle", "plan_pdparams"]
@@ -56,7 +56,7 @@ def _named(tensors: Sequence[ExportTensor]) -> Pairs:
     return Pairs(itertools.chain(((tensor.key, tensor) for tensor in tensors), [(_NAMES, names)]))
 
 
-def _local_metadata(tensor: ExportTensor) -> Alike:
+def _local_metadata(tensor: ExportTensor) -> Template:
     """What is said of the parts of a tensor, of which there is one."""
 
     def make() -> list[Instance]:
@@ -70,7 +70,7 @@ def _local_metadata(tensor: ExportTensor) -> Alike:
         }
         return [Instance(_MODULE, "LocalTensorMetadata", state)]
 
-    return Alike(f"parts {tensor.dtype.name} {tensor.shape}".encode(), make)
+    return Template(f"parts {tensor.dtype.name} {tensor.shape}".encode(), make)
 
 
 def _index(tensor: ExportTensor) -> Instance:
@@ -83,7 +83,7 @@ def _index(tensor: ExportTensor) -> Instance:
             "local_shape": tensor.shape,
         }
 
-    common = Alike(f"index {tensor.shape}".encode(), make)
+    common = Template(f"index {tensor.shape}".encode(), make)
     return Instance(_MODULE, "LocalTensorIndex", {"tensor_key": tensor.key}, common)
 
 

@@ -18,7 +18,7 @@ from ..core.dtypes import DType
 from ..errors import UnsupportedValueError
 from .plan import ExportTensor
 
-__all__ = ["Alike", "Instance", "Pairs", "pickled"]
+__all__ = ["Instance", "Pairs", "Template", "pickled"]
 
 # Element types of numpy's arrays, as Paddle keeps them; bfloat16, which numpy does not have, it keeps as uint16.
 _CODES = {
@@ -47,7 +47,7 @@ _MOST_ALIKE = 1 << 12  # of what is often the same; of shapes that are all diffe
 _MOST_PLACES = 1 << 16  # of the memo: of texts that are all different it would take many times as much as these
 
 
-class Alike(NamedTuple):
+class Template(NamedTuple):
     """What is the same in many places of a file: it is made, and its opcodes are put together, only once or twice.
 
     Attributes:
@@ -73,7 +73,7 @@ class Instance:
     module: str
     name: str
     state: Mapping[str, Any]
-    common: Alike | None = None
+    common: Template | None = None
 
 
 class Pairs(NamedTuple):
@@ -90,7 +90,7 @@ def pickled(value: Any) -> list[bytes | ExportTensor]:
     """A pickle of protocol 4, as what a file is made of.
 
     Args:
-        value: Dicts, lists, tuples, instances, plain values, those of numpy too, what is alike, and tensors, which
+        value: Dicts, lists, tuples, instances, plain values, those of numpy too, templates, and tensors, which
             become numpy arrays.
 
     Raises:
@@ -185,7 +185,7 @@ class _Writer:
             self._repeat(mark, lambda: self._write_items(make().items()))
         self._text += pickle.SETITEMS + pickle.BUILD
 
-    def _write_alike(self, value: Alike) -> None:
+    def _write_template(self, value: Template) -> None:
         mark, make = value
         self._repeat(mark, lambda: self.write(make()))
 
@@ -297,6 +297,6 @@ _WRITERS: Mapping[type, Callable[[_Writer, Any], None]] = {
     dict: _Writer._write_dict,
     Pairs: _Writer._write_pairs,
     Instance: _Writer._write_instance,
-    Alike: _Writer._write_alike,
+    Template: _Writer._write_template,
     ExportTensor: _Writer._write_array,
 }

@@ -172,7 +172,7 @@ def test_recipes_beside_very_many_tensors_take_little(tmp_path: Path) -> None:
 def test_keys_like_a_missing_one_are_found_soon(wide: Path) -> None:
     before = time.process_time()
     text = fails("cat", wide / "large", "model.layers.001234.wieght")
-    assert time.process_time() - before < 3
+    assert time.process_time() - before < 3 * slowness()
     assert "for example: model.layers.001234.weight, " in text
 
 

@@ -18,6 +18,7 @@ from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.manager.steps import NOTE, step_folder
 from test.cli.commands import answer, fails, run, save_model
 from test.jobs import make_array, save_alone, save_on, sharded
+from test.pace import slowness
 from test.readers.golden import GOLDEN
 
 LAYER = {"weight": make_array((8, 6), "bfloat16"), "bias": make_array((6,))}
@@ -304,5 +305,5 @@ def test_the_width_of_long_keys_is_known_soon(capsys: pytest.CaptureFixture[str]
     rows = [(f"\u2502   \u251c\u2500\u2500 {'a' * 500}{i}", "1") for i in range(20_000)]
     start = time.process_time()
     print_columns([*rows, ("\u6743\u91cd", "2")])
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < slowness()
     assert f"{'a' * 500}7  1\n" in capsys.readouterr().out

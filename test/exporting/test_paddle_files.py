@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import PerRank, UnsupportedValueError, export
-from paddle_dist_ckpt.exporting.pickles import Alike, pickled
+from paddle_dist_ckpt.exporting.pickles import Template, pickled
 from paddle_dist_ckpt.testing import NumpyAdapter
 from test.jobs import alike, load_whole, make_array, same_bits, save_alone, save_on, split_all, split_rows
 
@@ -307,7 +307,7 @@ def test_a_memo_has_a_limit_and_what_comes_behind_it_is_written_again() -> None:
 
 
 @pytest.mark.parametrize(("before", "times"), [(0, 2), (1 << 16, 1)], ids=["from the memo", "when that is full"])
-def test_what_is_alike_is_made_a_few_times_and_written_each_time(before: int, times: int) -> None:
+def test_a_template_is_made_a_few_times_and_written_each_time(before: int, times: int) -> None:
     made = Counter[int]()
 
     def make(n: int) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def test_what_is_alike_is_made_a_few_times_and_written_each_time(before: int, ti
         return {"n": n, "of": (n, n), "text": f"text {n % 2}"}
 
     texts, numbers = [f"{i}" for i in range(before)], [*range(5000)] * 5
-    alike = pickled([texts, [Alike(f"{n}".encode(), functools.partial(make, n)) for n in numbers]])
+    alike = pickled([texts, [Template(f"{n}".encode(), functools.partial(make, n)) for n in numbers]])
     assert set(made.values()) == {times, 5}  # not many are remembered
     assert b"".join(alike) == b"".join(pickled([texts, [make(n) for n in numbers]]))  # type: ignore[arg-type]
 

@@ -44,6 +44,7 @@ from paddle_dist_ckpt.files.room import Room
 from paddle_dist_ckpt.files.runs import open_data_file
 from paddle_dist_ckpt.files.tables import table_to_record
 from paddle_dist_ckpt.storage import LocalStorage
+from test.pace import slowness
 from test.strategies import boxes_in, examples, shapes
 
 BLOCK = 4096
@@ -453,7 +454,7 @@ def test_writers_of_one_hash_are_read_soon(again: bool, tmp_path: Path) -> None:
         file = opened(tmp_path / "f")
         assert read_info(file, "f")[0].writers == writers
         file.close()
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < slowness()
 
 
 @pytest.mark.parametrize(

@@ -1090,7 +1090,7 @@ def test_several_placeholders_between_two_dots_take_no_longer_than_a_key_is_long
     begun = time.process_time()
     assert pattern.match(key) is None
     assert pattern.match(key[:-1] + "w") == {"a": "_" * 99_996, "b": "_", "c": "_"}
-    assert time.process_time() - begun < 1
+    assert time.process_time() - begun < slowness()
 
 
 @pytest.mark.parametrize(

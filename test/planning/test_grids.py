@@ -21,6 +21,7 @@ from paddle_dist_ckpt.planning import cover, order
 from paddle_dist_ckpt.planning.cover import tensors_covered
 from paddle_dist_ckpt.planning.load_plan import WantedBoxes, plan_load
 from paddle_dist_ckpt.planning.order import box_order, file_order, shard_order
+from test.pace import slowness
 from test.planning.test_load_plan import table_of
 from test.strategies import boxes_in, examples, grids, paint, shapes, tilings
 
@@ -142,7 +143,7 @@ def test_one_box_is_found_in_little_time() -> None:
     for _ in range(2000):
         assert layout.cuts() == [[]] * 32
         assert grid_starts(part, whole(shape)) is None
-    assert time.process_time() - before < 0.5
+    assert time.process_time() - before < 0.5 * slowness()
 
 
 @pytest.mark.parametrize("dimensions", [0, 1, 2, 3])

@@ -30,7 +30,7 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.core.layouts import shared_layouts
 from test.jobs import load_whole, try_load
 from test.one_hash import colliding
-from test.pace import check_all_depths
+from test.pace import check_all_depths, slowness
 from test.readers.golden import GOLDEN
 from test.readers.torch_writer import DCP, Call, DCPWriter, Global, pickled, saved, tensor
 from test.strategies import some
@@ -206,7 +206,7 @@ def test_paths_of_one_hash_are_read_soon(tmp_path: Path) -> None:
     (tmp_path / "a.pdparams").write_bytes(_START + b"}(" + entries + b"u.")
     start = time.process_time()
     assert len(read_metadata(tmp_path).values) == 9000
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 2 * slowness()
 
 
 def test_values_of_a_static_program_of_one_hash_are_read_soon(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_values_of_a_static_program_of_one_hash_are_read_soon(tmp_path: Path) ->
     (tmp_path / "a_dist0.pdattr").write_bytes(pickle.dumps({}, 4))
     start = time.process_time()
     assert len(read_metadata(tmp_path).values) == 9000
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 2 * slowness()
 
 
 def ranks_of_one_hash(doublings: int) -> list[list[int]]:
@@ -257,14 +257,14 @@ def test_groups_of_ranks_of_one_hash_are_read_soon(tmp_path: Path) -> None:
     (tmp_path / "a_dist0.pdparams").write_bytes(pickle.dumps({"00000": np.zeros(2, np.float32)}, 4))
     start = time.process_time()
     assert read_metadata(tmp_path).table.paths == ["/00000"]
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 2 * slowness()
 
 
 def test_layouts_of_one_hash_are_told_apart_soon() -> None:
     shapes = colliding(9000)
     start = time.process_time()
     layouts, layout_of = shared_layouts((shape, ()) for shape in [*shapes, *shapes])
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 2 * slowness()
     assert [layout.shape for layout in layouts] == shapes
     assert layout_of.tolist() == [*range(9000), *range(9000)]
 

@@ -13,6 +13,7 @@ import pytest
 
 from paddle_dist_ckpt import CheckpointError, LoadOptions, export, read_metadata, verify
 from test.jobs import try_load
+from test.pace import slowness
 from test.readers.golden import GOLDEN
 from test.readers.test_hostile import REFUSED, get, number, text, write_all
 from test.strategies import draws
@@ -76,7 +77,7 @@ def test_instructions_at_random(folder: str, tmp_path: Path) -> None:
         except REFUSED as error:
             message = str(error)
         assert 0 < len(message) < 4096
-        assert time.process_time() - start < 2
+        assert time.process_time() - start < 2 * slowness()
         state = {"w": np.ones(2, np.float32)}
         if i % 10 == 0:
             for error in try_load([dict(state), dict(state)], source, options=LoadOptions(timeout=30)):

@@ -25,6 +25,7 @@ from paddle_dist_ckpt.testing.faults import FaultyStorage
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
 from test.cli.commands import answer
 from test.jobs import CountingStorage
+from test.pace import slowness
 from test.readers.golden import GOLDEN, expected_arrays, golden_checkpoint
 from test.strategies import some
 
@@ -434,7 +435,7 @@ def test_what_is_referred_to_often_is_not_looked_at_often(what: str, tmp_path: P
     start = time.process_time()
     with pytest.raises(CheckpointCorruptedError, match="0.metadata: it is not as Paddle writes it .it refers to more"):
         read(storage)
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 5 * slowness()
 
 
 def test_what_the_installed_paddle_saves_is_read(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import paddle_dist_ckpt
 from paddle_dist_ckpt.cli.main import app
 from paddle_dist_ckpt.errors import CheckpointError
 from test.jobs import load_alone, load_whole, try_load
+from test.pace import slowness
 
 from .budgets import Cost, bytes_on_disk, cost_of
 from .crafting import Entry, column, dumped, write_checkpoint
@@ -316,7 +317,8 @@ def problem_of(cost: Cost, real: int) -> str | None:
         return f"raised {cost.outcome}"
     if cost.memory > _MEMORY + real:
         return f"took {cost.memory >> 20} MiB"
-    if cost.seconds > _SPARE * (1 + real / _BYTES_A_SECOND):
+    most = _SPARE * (1 + real / _BYTES_A_SECOND)
+    if cost.seconds > most and cost.seconds > most * slowness():
         return f"took {cost.seconds:.1f} s"
     return None
 

@@ -10,6 +10,7 @@ import pytest
 from paddle_dist_ckpt.tree import names as names_module
 from paddle_dist_ckpt.tree.name_match import NameMatch
 from paddle_dist_ckpt.tree.names import Names
+from test.pace import slowness
 
 Entries = dict[str, str | None]
 
@@ -314,7 +315,7 @@ def test_many_models_of_equal_names_are_quick(form: str, count: int) -> None:
     (stored, paths), (wanted, asked) = job(count, 0), job(count, 1)
     start = time.process_time()
     places = NameMatch(stored, {path: i for i, path in enumerate(paths)}, wanted, {}).places(asked)
-    assert time.process_time() - start < 2, "it takes a few hundredths of a second"
+    assert time.process_time() - start < 2 * slowness(), "it takes a few hundredths of a second"
     for path, place in zip(asked, places, strict=True):
         assert place is not None
         assert paths[place].split("/")[1] == path.split("/")[1]

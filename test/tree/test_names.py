@@ -10,6 +10,7 @@ import pytest
 from paddle_dist_ckpt.tree import names as names_module
 from paddle_dist_ckpt.tree.canonical import canonical_paths
 from paddle_dist_ckpt.tree.paths import join
+from test.pace import slowness
 
 TABLE = {"linear_0.w_0": "fc.weight", "linear_1.w_0.dist": "out.weight", "embedding_0.w_0.dist": "embed"}
 KINDS = [
@@ -269,7 +270,7 @@ def test_very_long_names_take_linear_time() -> None:
         assert table.variables == {}
         names_module.parameter_of_run(key)
         names_module.may_be_of_run(key)
-    assert time.process_time() - start < 2, "it takes a few hundredths of a second"
+    assert time.process_time() - start < 2 * slowness(), "it takes a few hundredths of a second"
 
 
 @pytest.mark.parametrize(
