@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -112,7 +113,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     made: list[str] = []
     sources: list[str] = []
     instead: dict[str, str] = {}
-    records: dict[str, WantedRecord] = {}
+    records: Mapping[str, WantedRecord] = {}
     kept: list[str] = []
     tied: list[list[str]] = []
     frozen: list[tuple[str, str]] = []

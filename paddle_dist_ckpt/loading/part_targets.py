@@ -214,9 +214,11 @@ def fitted_parts(arranged: Arranged, dtype: DType | None, find: Callable[[str], 
     """
     shape, parts = arranged.shape, arranged.parts
     places = tuple(part.place for part in parts if part.place.size)
-    if not all(_is_sound(part, find(part.key).shape) for part in parts) or not _tile(tuple(shape), places):
+    sources = [find(part.key) for part in parts]
+    if not all(map(_is_sound, parts, (source.shape for source in sources))) or not _tile(tuple(shape), places):
         raise RecipeError(f"its parts do not make up a tensor of shape {list(shape)}")
-    for found in (dtype_named(part.dtype) if part.dtype else find(part.key).dtype for part in parts):
+    for part, source in zip(parts, sources, strict=True):
+        found = dtype_named(part.dtype) if part.dtype else source.dtype
         dtype = dtype or found
         if found is not dtype:
             return Made(shape, found, parts)
@@ -227,12 +229,18 @@ def _is_sound(part: Part, stored: Sequence[int]) -> bool:
     """Whether a part's boxes are of one shape but for the order of the axes, and for such of one element that only one
     of them has; and the stored tensor has the one."""
     box, axes, place = part.box, part.axes, part.place
-    if len(box.shape) != len(stored) or any(a != NEW and not 0 <= a < len(stored) for a in axes):
+    if len(box.shape) != len(stored):
         return False
-    gone = set(range(len(stored))).difference(axes)
-    turned = len(stored) - len(gone) == sum(a != NEW for a in axes) and all(box.shape[d] == 1 for d in gone)
-    turned = turned and tuple(1 if a == NEW else box.shape[a] for a in axes) == place.shape
-    return turned and all(0 <= low <= n - extent for low, extent, n in zip(box.offset, box.shape, stored, strict=True))
+    if axes != tuple(range(len(stored))):
+        if any(a != NEW and not 0 <= a < len(stored) for a in axes):
+            return False
+        gone = set(range(len(stored))).difference(axes)
+        turned = len(stored) - len(gone) == sum(a != NEW for a in axes) and all(box.shape[d] == 1 for d in gone)
+        if not turned or tuple(1 if a == NEW else box.shape[a] for a in axes) != place.shape:
+            return False
+    elif box.shape != place.shape:
+        return False
+    return all(0 <= low <= n - extent for low, extent, n in zip(box.offset, box.shape, stored, strict=True))
 
 
 @functools.lru_cache(maxsize=64)  # all layers are alike; why no more, core.layouts says

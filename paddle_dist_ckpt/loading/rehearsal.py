@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,10 +126,12 @@ def rehearse(
         return (stored[key].shape, stored[key].dtype) if one is None else (one.shape, one.dtype_of(stored))
 
     wanted = _wanted(keys, outline, matching)
+    unused = [key for key in stored if key not in sources]
+    made, sources = {}, set()  # there may be very many
     answer = _answer(answering, wanted, keys, arranged)
     asked = answering.asked
-    unused = [key for key in stored if key not in sources and metadata.path_of[key] not in asked]
-    made, arranged, sources, asked = {}, {}, set(), set()  # there may be very many
+    unused = [key for key in unused if metadata.path_of[key] not in asked]
+    arranged, asked = {}, set()
     answering.forget()
     misfits, reads, nbytes = _fit(answer, wanted, cast)
     hint = idle_hints(idle)
@@ -196,6 +198,22 @@ class _Teller:
         return True
 
 
+class _Records(Mapping[str, WantedRecord]):
+    """What is said of each of very many tensors: its key, by its path. They are made as they are asked for."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._keys = keys
+
+    def __getitem__(self, path: str) -> WantedRecord:
+        return WantedRecord(self._keys[path], (), "", None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
 def _answer(
     answering: Answering, wanted: WantedState, keys: Mapping[str, str], arranged: Mapping[str, Arranged | None]
 ) -> LoadAnswer:
@@ -204,7 +222,7 @@ def _answer(
         wanted.tensors.paths,
         made=list(wanted.made.recipes),
         sources=wanted.made.sources,
-        records={path: WantedRecord(key, (), "", None) for path, key in keys.items() if key in arranged},
+        records=_Records(keys if arranged else {}),
     )
     ((_, answer),) = answering.answer(paths, arranged)
     return answer

@@ -106,6 +106,8 @@ class PartMaker:
 
     def make(self, filled: FilledRecipe) -> Made:
         """What a recipe makes. Raises what :func:`make_parts` raises, or the function that finds what is stored."""
+        if isinstance(filled.written, Source):
+            return _all_of_stored(filled.keys[0], self._find)
         written = stored_keys(filled.written)
         if filled.keys == tuple(written):  # without placeholders, so that it is for one tensor alone
             return make_parts(filled.written, self._find)
@@ -121,7 +123,7 @@ class PartMaker:
             self._made[like] = filled.written, made, [numbers[part.key] for part in made.parts]
         _, made, source = self._made[like]
         parts = [Part(filled.keys[i], *part[1:]) for i, part in zip(source, made.parts, strict=True)]
-        return made._replace(parts=parts)
+        return Made(made.shape, made.dtype, parts, made.cast)
 
 
 def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:
@@ -143,9 +145,7 @@ def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:
         if handled > _MOST_BOXES:
             raise RecipeError(f"{_short(recipe)}: more than {_MOST_BOXES:,} boxes of stored tensors to be put together")
         if isinstance(one, Source):
-            shape, dtype = find(one.key)[:2]
-            box, axes = _all_of(shape)
-            return Made(shape, dtype, [Part(one.key, box, axes, box)] if math.prod(shape) else [])
+            return _all_of_stored(one.key, find)
         if isinstance(one, Concat):
             return _joined(one, parts)
         (inner,) = parts
@@ -163,6 +163,13 @@ def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:
         return _converted(one, inner, find)
 
     return fold(recipe, make)
+
+
+def _all_of_stored(key: str, find: Callable[[str], SourceTensor]) -> Made:
+    """A stored tensor as it is."""
+    shape, dtype = find(key)[:2]
+    box, axes = _all_of(shape)
+    return Made(shape, dtype, [Part(key, box, axes, box)] if math.prod(shape) else [])
 
 
 @lru_cache(maxsize=256)  # most are like one of the latest

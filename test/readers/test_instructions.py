@@ -66,7 +66,7 @@ def test_instructions_at_random(folder: str, tmp_path: Path) -> None:
     source.mkdir()
     write_all(source, files)
     generator = random.Random(folder)
-    for i in range(draws(50, 5000)):
+    for i in range(draws(20, 5000)):
         name = generator.choice(pickles)
         (source / name).write_bytes(mutated(files[name], generator))
         start, message = time.process_time(), "nothing"

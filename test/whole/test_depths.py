@@ -18,6 +18,7 @@ from paddle_dist_ckpt import (
     save_state_dict,
     verify,
 )
+from test import strategies
 from test.pace import check_all_depths
 
 CALLS: dict[str, Callable[[dict[str, Any], Path], object]] = {
@@ -29,7 +30,7 @@ CALLS: dict[str, Callable[[dict[str, Any], Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", CALLS if strategies.long_run else ("save", "verify"))  # in which most was seen
 def test_calls_take_as_long_at_all_depths(name: str, tmp_path: Path) -> None:
     state: dict[str, Any] = {f"layers.{i}.weight": np.zeros(1, np.float32) for i in range(50)}
     state |= {f"values.{i}": [[[[i]]]] * 30 for i in range(200)}
