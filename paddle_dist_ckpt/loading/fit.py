@@ -9,6 +9,7 @@ from typing import Any
 
 from ..core.cached import cached_property
 from ..core.device_memory import DeviceAccess
+from ..core.shards import Kind
 from ..tree.paths import containers_of, join, plain_key
 from ..tree.values import values_of
 from .messages import LoadAnswer, Mismatch
@@ -77,7 +78,8 @@ class Fit:
         resizing = Resizing(resize)
         parts = expand(wanted, answer, self._table, cast, resizing)
         answer.skipped.update(dict.fromkeys(parts.missing, NOT_STORED))
-        self.targets = Targets(parts, self._table, {*left_out, *answer.unread}, devices, resizing)
+        unread = answer.unread if (self._table.kinds != Kind.TENSOR).any() else ()  # there may be very many
+        self.targets = Targets(parts, self._table, {*left_out, *unread}, devices, resizing)
         self.problems += parts.problems + list(dict.fromkeys(self.targets.problems))
         del parts  # there may be very many
         self._table.forget()

@@ -81,7 +81,7 @@ class RecipeArranger:
             absent: Says what the checkpoint has at a flat key at which it has no tensor.
         """
         keys, problems, unlike = _wanted_keys(self._recipes, stored)
-        matching = match_recipes(self._recipes, {key: key for key in keys})
+        matching = match_recipes(self._recipes, {key: key for key in keys}, {key: key for key in stored})
         made, misfits = _made(matching, stored, absent)
         used = set(matching.sources)
         others = {

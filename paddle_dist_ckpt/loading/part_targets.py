@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ class PartTargets:
     stored: list[str | None]
     cast: list[bool]
     problems: list[Mismatch] = field(default_factory=list)
-    made: set[str] = field(default_factory=set)
+    made: Container[str] = ()
     missing: list[str] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
 
@@ -86,7 +87,8 @@ def expand(wanted: WantedState, answer: LoadAnswer, table: ShardTable, cast: boo
     if not recipes and not answer.parts:
         stored = [elsewhere.get(path, path) for path in tensors.paths]
         return PartTargets(tensors, stored, [cast] * len(stored))
-    result, moved = PartTargets(LocalTensors(), [], []), dict[str, tuple[int, ...]]()
+    result = PartTargets(LocalTensors(), [], [], made=ChainMap[str, Any](recipes, answer.parts))
+    moved = dict[str, tuple[int, ...]]()
     making, shard = _Making(wanted, answer, table, cast, resizing), 0
     for i, path in enumerate(tensors.paths):
         number = tensors.geometry[i]
@@ -101,7 +103,6 @@ def expand(wanted: WantedState, answer: LoadAnswer, table: ShardTable, cast: boo
         if wanted.may_be_missing(plain_key(path)) and _lacks(path, recipes, answer):
             result.missing.append(path)
             continue
-        result.made.add(path)
         try:
             made, fitted = making.made_for(path, number)
         except (RecipeError, LengthError) as error:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ..core.parts import IdleStatement
 from ..planning.recipe_parts import FilledRecipe
@@ -36,14 +37,17 @@ class Matching:
         return sorted({key for filled in self.recipes.values() for key in filled.keys})
 
 
-def match_recipes(recipes: Mapping[str, Recipe], keys: Mapping[str, str]) -> Matching:
+def match_recipes(
+    recipes: Mapping[str, Recipe], keys: Mapping[str, str], known: Mapping[str, str] = MappingProxyType({})
+) -> Matching:
     """Find the recipe of each tensor: that for its very key, or else the first whose pattern its key matches.
 
     Args:
         recipes: The recipes by wanted key or pattern.
         keys: The tensors' flat keys, by their paths.
+        known: Flat keys of stored tensors, each by itself: they are not in memory once more.
     """
-    find = recipe_finder(recipes)
+    find = recipe_finder(recipes, known)
     matching = Matching(patterns=dict.fromkeys(recipes, False))
     for path, key in keys.items():
         if (found := find(key)) is not None:
@@ -52,8 +56,11 @@ def match_recipes(recipes: Mapping[str, Recipe], keys: Mapping[str, str]) -> Mat
     return matching
 
 
-def recipe_finder(recipes: Mapping[str, Recipe]) -> Callable[[str], tuple[str, FilledRecipe] | None]:
-    """A function that gives the recipe for a flat key, with the key or pattern of the recipes that it is found by."""
+def recipe_finder(
+    recipes: Mapping[str, Recipe], known: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[str], tuple[str, FilledRecipe] | None]:
+    """A function that gives the recipe for a flat key, with the key or pattern of the recipes that it is found by; see
+    :func:`match_recipes`."""
     patterns = {name: KeyPattern(name) for name in recipes if placeholders(name)}
     written = {name: tuple(stored_keys(recipes[name])) for name in patterns}
 
@@ -62,7 +69,8 @@ def recipe_finder(recipes: Mapping[str, Recipe]) -> Callable[[str], tuple[str, F
             return key, FilledRecipe(recipes[key], tuple(stored_keys(recipes[key])))
         for name, pattern in patterns.items():
             if (found := pattern.match(key)) is not None:
-                return name, FilledRecipe(recipes[name], tuple(filled(one, found) for one in written[name]))
+                sources = (filled(one, found) for one in written[name])
+                return name, FilledRecipe(recipes[name], tuple(known.get(source, source) for source in sources))
         return None
 
     return find
