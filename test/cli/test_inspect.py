@@ -305,5 +305,5 @@ def test_the_width_of_long_keys_is_known_soon(capsys: pytest.CaptureFixture[str]
     rows = [(f"\u2502   \u251c\u2500\u2500 {'a' * 500}{i}", "1") for i in range(20_000)]
     start = time.process_time()
     print_columns([*rows, ("\u6743\u91cd", "2")])
-    assert time.process_time() - start < slowness()
+    assert time.process_time() - start < 1.7 * slowness()
     assert f"{'a' * 500}7  1\n" in capsys.readouterr().out
