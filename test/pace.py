@@ -15,13 +15,13 @@ _USUAL = 0.01
 
 def slowness() -> float:
     """How many times as long as usual something takes, 1 at the least: on another machine, or beside other work, which
-    takes the processor's caches. By one of the slower of some: where the speed changes, it was as slow just before."""
+    takes the processor's caches. Of nine moments the third slowest says it, for the speed of some machines changes."""
     found = []
     for _ in range(9):
         start = time.process_time()
         _work()
         found.append(time.process_time() - start)
-    return max(1.0, sorted(found)[6] / _USUAL)
+    return max(1.0, sorted(found)[-3] / _USUAL)
 
 
 def _work() -> None:
